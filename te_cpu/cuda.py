@@ -268,6 +268,8 @@ def install(undo: ExitStack) -> None:
     ):  # fmt: skip
         _replace(torch.Tensor, name, value, undo)
     _replace(torch, "Generator", Generator, undo)
+    _patch_autocast(undo)
+    undo.callback(torch_private.recompute_on("cuda"))
     for name, answer in ANSWERS.items():
         asked = _to_transformer_engine(answer, getattr(torch.cuda, name))
         _replace_in_cuda(name, asked, undo)
@@ -423,6 +425,36 @@ def _patch_cuda_version(undo: ExitStack) -> None:
 
     undo.callback(setattr, torch.version, "__class__", torch.version.__class__)
     torch.version.__class__ = Version
+
+
+def _patch_autocast(undo: ExitStack) -> None:
+    """Let autocast for "cuda" cast what the CPU's does, to the same dtype, of which it has both.
+
+    What `torch.is_autocast_enabled("cuda")` says stays as it is, since Transformer Engine asks it.
+    """
+    kind: Any = torch.autocast
+    enter, leave = kind.__enter__, kind.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        found = enter(self)
+        if self.device == "cuda":
+            before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+            vars(self).setdefault("before_on_cpu", []).append(before)
+            torch.set_autocast_enabled("cpu", torch.is_autocast_enabled("cuda"))
+            torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+        return found
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        if self.device == "cuda":
+            enabled, dtype = self.before_on_cpu.pop()
+            torch.set_autocast_enabled("cpu", enabled)
+            torch.set_autocast_dtype("cpu", dtype)
+        return leave(self, *error)
+
+    _replace(kind, "__enter__", entered, undo)
+    _replace(kind, "__exit__", left, undo)
 
 
 def _patch_wrapper_tensors() -> Callable[[], None]:

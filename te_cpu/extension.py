@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -100,7 +101,7 @@ def make_extension(sources: Sources) -> ModuleType:
     version = tuple(int(number) for number in sources.version.split(".")[:2])
     module.__dict__.update(enumerations(version))
     for name, kernel in kernels(version).items():
-        module.__dict__[name] = _without_gradients(kernel)
+        module.__dict__[name] = as_compiled(kernel)
     if version < (2, 10):  # it is a number there, and a function later
         module.__dict__["_num_cublas_streams"] = get_num_cublas_streams()
     none: Any = module.__dict__["NVTE_Fused_Attn_Backend"].NVTE_No_Backend
@@ -112,12 +113,14 @@ def make_extension(sources: Sources) -> ModuleType:
     return module
 
 
-def _without_gradients(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled functions record nothing for autograd: Transformer Engine has its own functions."""
+def as_compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that autograd and autocast do not see into, as they see no compiled one."""
 
     @functools.wraps(kernel)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), as_one_kernel():
+        is_cast = torch.is_autocast_enabled("cpu")
+        as_given = torch.autocast("cpu", enabled=False) if is_cast else nullcontext()
+        with torch.no_grad(), as_one_kernel(), as_given:
             found = kernel(*args, **kwargs)
         if isinstance(found, list | tuple):
             return type(found)(_without_base(each, args) for each in found)

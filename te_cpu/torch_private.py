@@ -121,3 +121,14 @@ def read_from(device: str) -> Callable[[], None]:
         serialization._package_registry[:] = before
 
     return undo
+
+
+def recompute_on(device: str) -> Callable[[], None]:
+    """Let `torch.utils.checkpoint` recompute as autocast for `device` says, for the CPU's tensors.
+
+    The result undoes it.
+    """
+    kind: Any = importlib.import_module("torch.utils.checkpoint").DefaultDeviceType
+    before = kind._default_device_type
+    kind.set_device_type(device)
+    return lambda: kind.set_device_type(before)

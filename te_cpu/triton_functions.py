@@ -6,15 +6,12 @@ it must be chosen before Triton is imported, for all code of the process, and Tr
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from fp8_numerics.meta import as_one_kernel
 from te_cpu import cross_entropy, grouped, nv, permute
+from te_cpu.extension import as_compiled
 from te_cpu.missing import FromAbsentPackage, MissingTriton
 
 MODULES = "transformer_engine.pytorch.triton"
@@ -34,7 +31,7 @@ def supply(release: tuple[int, ...]) -> None:
         if (module := loaded.get(f"{MODULES}.{name}")) is not None:
             for key, function in functions.items():
                 if key in vars(module):
-                    _replace(vars(module)[key], _as_kernel(function), loaded.values())
+                    _replace(vars(module)[key], as_compiled(function), loaded.values())
     for name, module in loaded.items():
         if name.startswith((KERNELS, MODULES)):
             for key, kernel in list(vars(module).items()):
@@ -53,14 +50,3 @@ def _replace(old: Any, new: Any, modules: Any) -> None:
         for key, value in list(vars(module).items()):
             if value is old:
                 setattr(module, key, new)
-
-
-def _as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled kernels record nothing for autograd: Transformer Engine has its own functions."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), as_one_kernel():
-            return function(*args, **kwargs)
-
-    return called

@@ -38,6 +38,8 @@ def seen() -> dict[str, Any]:
         "accelerator": torch.accelerator.is_available,
         "files": len(torch.serialization._package_registry),
         "generators": torch.random.fork_rng,
+        "autocast": (torch.autocast.__enter__, torch.autocast.__exit__),
+        "recomputing": torch.utils.checkpoint.DefaultDeviceType._default_device_type,
         "parallel": torch.nn.parallel.DistributedDataParallel.__init__,
     }
 

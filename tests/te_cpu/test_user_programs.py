@@ -1,4 +1,4 @@
-"""The pytest plugin runs `user_programs.py`, which is written for a GPU, in a process of its own."""
+"""The pytest plugin runs `user_programs.py`, written for a GPU, in a process of its own."""
 
 from __future__ import annotations
 

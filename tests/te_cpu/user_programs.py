@@ -5,12 +5,19 @@ python -m pytest -p te_cpu --noconftest tests/te_cpu/user_programs.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.module.base import FP8GlobalStateManager
+
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +26,127 @@ def forget_other_layers() -> Iterator[None]:
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()
+
+
+def autocast_now() -> list[Any]:
+    """What is cast now, on the GPU that there is not, and on the CPU."""
+    kinds = ("cuda", "cpu")
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(
+        te.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), te.LayerNormLinear(32, 32),
+        nn.Linear(32, 16),
+    ).cuda()  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_means_torchs_own_layers_too(dtype: torch.dtype) -> None:
+    """The CPU's autocast gives the same numbers where all layers are torch's."""
+    x = torch.randn(16, 32, device="cuda")
+    with torch.autocast("cuda", dtype=dtype):
+        assert mixed()(x).dtype == dtype
+    plain = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 8), nn.Softmax(-1))
+    with torch.autocast("cpu", dtype=dtype):
+        wanted = plain(x)
+    with torch.autocast("cuda", dtype=dtype):
+        assert torch.equal(plain(x), wanted)
+    assert wanted.dtype == dtype and plain(x).dtype == torch.float32
+
+
+def test_autocast_ends_where_it_does_on_a_gpu() -> None:
+    """Nested, switched off inside, as a decorator, left by an error; the default is float16."""
+    off = [(False, torch.float16), (False, torch.bfloat16)]
+    assert autocast_now() == off
+    with torch.autocast("cuda"):
+        assert autocast_now() == [(True, torch.float16)] * 2
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert autocast_now() == [(True, torch.bfloat16)] * 2
+            with torch.autocast("cuda", enabled=False):
+                assert autocast_now() == [(False, torch.bfloat16)] * 2
+            assert autocast_now() == [(True, torch.bfloat16)] * 2
+        assert autocast_now() == [(True, torch.float16)] * 2
+
+    @torch.autocast("cuda", dtype=torch.bfloat16)
+    def fail(now: list[Any]) -> None:
+        now += autocast_now()
+        raise KeyError("mine")
+
+    for _ in range(2):
+        now: list[Any] = []
+        with pytest.raises(KeyError, match="mine"):
+            fail(now)
+        assert now == [(True, torch.bfloat16)] * 2 and autocast_now() == off
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cuda", enabled=False):
+            assert autocast_now()[1][0] is False
+        assert autocast_now()[1] == (True, torch.bfloat16)
+    with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=torch.bfloat16):
+        assert autocast_now() == [(True, torch.bfloat16)] * 2
+    assert autocast_now() == off
+
+
+def test_autocast_in_compiled_code() -> None:
+    before, layer, x = autocast_now(), mixed(), torch.randn(16, 32)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.compile(layer, backend="eager")(x).dtype == torch.bfloat16
+    assert autocast_now() == before
+
+
+def test_autocast_does_not_reach_into_kernels() -> None:
+    """A layer in FP8 computes what one with BF16 weights of the same values does without it, and a
+    sum of gradients in FP32 gets products in FP32."""
+    layer = te.LayerNormLinear(32, 32, fuse_wgrad_accumulation=True)
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.bfloat16())
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    for recipe in (None, recipes.Float8CurrentScaling()):
+        found = []
+        for enabled in (True, False):
+            used = layer if enabled else copy.deepcopy(layer).bfloat16()
+            used.weight.main_grad = torch.zeros(32, 32)
+            x.grad = None
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=enabled):
+                with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+                    y = used(x)
+                y.square().sum().backward()
+            found.append((y.detach(), x.grad, used.weight.main_grad))
+        for cast, plain in zip(*found, strict=True):
+            assert torch.equal(cast, plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [lambda: te.Linear(32, 16), mixed], ids=["te", "mixed"])
+def test_checkpoint_recomputes_under_the_same_autocast(
+    make: Callable[[], nn.Module], reentrant: bool
+) -> None:
+    layer, seen = make(), []
+    layer.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+    found = []
+    for recomputed in (False, True):
+        layer.zero_grad()
+        x = torch.randn(16, 32, generator=torch.Generator("cuda").manual_seed(1)).requires_grad_()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = checkpoint(layer, x, use_reentrant=reentrant) if recomputed else layer(x)
+        y.float().square().sum().backward()
+        found.append([y, x.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+    assert set(seen) == {torch.bfloat16}
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_scaler_of_gradients_works_with_autocast() -> None:
+    layer = nn.Linear(32, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", 2.0**8)
+    before = layer.weight.detach().clone()
+    with torch.autocast("cuda"):
+        loss = layer(torch.randn(4, 32)).float().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**8 and not torch.equal(layer.weight, before)
 
 
 def test_a_refused_graph_leaves_torch_compile_as_it_was() -> None:
