@@ -296,8 +296,15 @@ def install(undo: ExitStack) -> None:
         _replace(torch.distributed, name, _arrived(getattr(torch.distributed, name)), undo)
     for name in ("init_process_group", "new_group"):
         _replace(torch.distributed, name, _by_gloo(getattr(torch.distributed, name)), undo)
+    module: Any = nn.Module
+    _replace(module, "to", _with_a_name(module.to), undo)
     wrapped: Any = nn.parallel.DistributedDataParallel
     _replace(wrapped, "__init__", _without_indices(wrapped.__init__), undo)
+    from torch.distributed.fsdp import FullyShardedDataParallel  # it takes long to import
+
+    mesh, sharded = torch.distributed.DeviceMesh, FullyShardedDataParallel
+    for kind, name in ((mesh, "device_type"), (sharded, "device_id")):
+        _replace(kind, "__init__", _on_the_cpu(kind.__init__, name), undo)
     _replace(torch.distributed, "barrier", _without_indices(torch.distributed.barrier), undo)
 
 
@@ -544,6 +551,34 @@ def _without_indices(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*bound.args, **bound.kwargs)
 
     return called
+
+
+def _with_a_name(to: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Module.to`, for which torch asks a GPU where a device is an index alone."""
+
+    @functools.wraps(to)
+    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        named = [torch.device("cuda", given) if type(given) is int else given for given in args]
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return to(module, *named, **kwargs)
+
+    return moved
+
+
+def _on_the_cpu(make: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function whose argument `name` is the CPU where it is "cuda", or not given."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        asked = bound.arguments.get(name)
+        found = CPU if asked is None else to_cpu(asked)
+        bound.arguments[name] = str(found) if isinstance(asked, str) else found
+        return make(*bound.args, **bound.kwargs)
+
+    return made
 
 
 def _of_the_cpu(fork_rng: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ def seen() -> dict[str, Any]:
     return {
         "environment": dict(os.environ),
         "path": list(sys.path),
+        "shards": torch.distributed.fsdp.FullyShardedDataParallel.__init__,
         "modules": {
             name for name in sys.modules if name.startswith(("transformer_engine", "onnx"))
         },
@@ -41,6 +42,8 @@ def seen() -> dict[str, Any]:
         "autocast": (torch.autocast.__enter__, torch.autocast.__exit__),
         "recomputing": torch.utils.checkpoint.DefaultDeviceType._default_device_type,
         "parallel": torch.nn.parallel.DistributedDataParallel.__init__,
+        "meshes": torch.distributed.DeviceMesh.__init__,
+        "layers": torch.nn.Module.to,
     }
 
 

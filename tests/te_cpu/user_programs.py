@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformer_engine.pytorch as te
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.module.base import FP8GlobalStateManager
@@ -26,6 +31,14 @@ def forget_other_layers() -> Iterator[None]:
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """This process alone, as torchrun starts it."""
+    dist.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def autocast_now() -> list[Any]:
@@ -154,3 +167,28 @@ def test_a_refused_graph_leaves_torch_compile_as_it_was() -> None:
     with pytest.raises(NotImplementedError, match="a CPU has no graphs"):
         te.make_graphed_callables(layer, (x,))
     assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+
+
+def test_an_index_is_a_device() -> None:
+    for layer in (nn.Linear(2, 2), te.Linear(16, 16)):
+        for name in (0, torch.cuda.current_device(), "cuda:0"):
+            assert layer.to(name) is layer and layer.weight.is_cuda
+        assert layer.to(device=0, non_blocking=True) is layer
+        assert layer.to(0, torch.bfloat16).weight.dtype == torch.bfloat16
+        assert layer.to(dtype=torch.float32, device=0).weight.dtype == torch.float32
+
+
+def test_a_mesh_of_devices(group: None) -> None:
+    for mesh in (init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)), DeviceMesh("cuda", [0])):
+        assert mesh.size() == 1 and mesh.get_local_rank() == 0
+        assert distribute_tensor(torch.ones(4), mesh).full_tensor().sum() == 4
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=mesh)
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    assert model[0].weight.grad.full_tensor().eq(2).all()
+
+
+def test_fsdp_by_index_of_a_device(group: None) -> None:
+    for given in ({"device_id": torch.device("cuda", 0)}, {"device_id": 0}, {}):
+        model = FullyShardedDataParallel(nn.Linear(8, 8), use_orig_params=True, **given)
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        assert model.weight.grad.eq(2).all()
