@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from te_cpu.enums import FORMATS
+from te_cpu.errors import SizeError
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -23,7 +24,19 @@ def fused_amax_and_scale_update_after_reduction(
     tensor whose reduced amax is 0 has not been cast and keeps what it has staged; where that is 0
     too, its history stays as it is. The largest is taken by `fmaxf`, which passes over NaN. A scale
     stays where the amax is 0 or infinite, and is the largest finite number where it overflows.
+
+    Raises:
+        SizeError: A history is not of the tensors whose scales it comes with, as Transformer
+            Engine's `adjust_amax_history_length` leaves them. Nothing is updated.
     """
+    for history, scale in zip(amax_histories, scales, strict=True):
+        if history.shape[1] != scale.numel():
+            raise SizeError(
+                f"A history of amaxes of {history.shape[1]} tensors comes with {scale.numel()} "
+                "scales: Transformer Engine mixes up the forward and the backward histories of a "
+                "layer whose amax_history_len changes. Make a new layer for another length, and "
+                "call FP8GlobalStateManager.reset() to forget this one"
+            )
     largest = FORMATS[fp8_dtype].max * 2.0**-margin
     reduced = amax_reduction_buffer.split([history.shape[1] for history in amax_histories])
     for amax, history, scale in zip(reduced, amax_histories, scales, strict=True):

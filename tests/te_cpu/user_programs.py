@@ -192,3 +192,20 @@ def test_fsdp_by_index_of_a_device(group: None) -> None:
         model = FullyShardedDataParallel(nn.Linear(8, 8), use_orig_params=True, **given)
         model(torch.ones(2, 8, device="cuda")).sum().backward()
         assert model.weight.grad.eq(2).all()
+
+
+def test_another_length_of_history_is_refused_by_name() -> None:
+    """Transformer Engine writes the forward history into the place of the backward one."""
+    layer, x = te.Linear(32, 32), torch.randn(16, 32)
+
+    def step(layer: nn.Module, length: int) -> None:
+        with te.fp8_autocast(enabled=True, fp8_recipe=recipes.DelayedScaling(amax_history_len=length)):
+            y = layer(x)
+        y.sum().backward()
+
+    step(layer, 4)
+    with pytest.raises(ValueError, match="whose amax_history_len changes. Make a new layer"):
+        step(layer, 8)
+        step(layer, 8)
+    FP8GlobalStateManager.reset()
+    step(te.Linear(32, 32), 8)
