@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -18,7 +19,7 @@ import torch
 from te_cpu import cuda, triton_functions, wheel
 from te_cpu.errors import VersionError
 from te_cpu.extension import make_extension
-from te_cpu.missing import FromAbsentPackage, ImportPhase
+from te_cpu.missing import FromAbsentPackage, ImportPhase, missing
 from te_cpu.torch_private import frame_of_caller
 from te_cpu.versions import DEFAULT_VERSION, release_of
 from te_cpu.wheel import EXTENSION, PACKAGE, Sources, loaded
@@ -113,6 +114,7 @@ def _import(sources: Sources) -> ModuleType:
         triton_functions.supply(release_of(sources.version))
         _let_storages_stay()
         _leave_out_flash_attention()
+        _name_attention_in_fp8(imported)
         sys.path.remove(folder)
         sys.path.insert(1, folder)  # the first one is the program's own
         undo.pop_all()
@@ -167,6 +169,26 @@ def _leave_out_flash_attention() -> None:
         for installed in ("is_installed", "v3_is_installed", "v4_is_installed"):
             if hasattr(utilities, installed):
                 setattr(utilities, installed, False)
+
+
+def _name_attention_in_fp8(te: Any) -> None:
+    """Name the missing kernel where attention in FP8 finds none: only cuDNN's is left to it."""
+    attention, state = te.DotProductAttention, te.module.base.FP8GlobalStateManager
+    real = attention.forward
+
+    @functools.wraps(real)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
+        if not (getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)):
+            return real(*args, **kwargs)
+        try:
+            return real(*args, **kwargs)
+        except ValueError as error:
+            if str(error).startswith("No dot product attention backend is available"):
+                raise missing("fused_attn_fwd") from error
+            raise
+
+    attention.forward = forward
 
 
 def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[], tuple[bool, str]]:

@@ -9,7 +9,8 @@ from te_cpu.errors import MissingKernelError
 
 # What leads to functions that are not here: the beginning of a name, and the setting.
 SETTINGS = {
-    "fused_attn": "cuDNN's attention (NVTE_FUSED_ATTN=1, or FP8 attention: fp8_dpa, fp8_mha)",
+    "fused_attn": "cuDNN's attention (NVTE_FUSED_ATTN=1, or FP8 attention: fp8_dpa, fp8_mha, which "
+    "NVTE_UnfusedDPA_Emulate_FP8=1 imitates in plain torch)",
     "fa_prepare": "flash attention (NVTE_FLASH_ATTN=1)",
     "thd_": "packed sequences (qkv_format='thd') with context parallelism",
     "fused_topk_with_score_function_qb": "balancing experts by quantiles (qb_histogram)",

@@ -55,6 +55,14 @@ def test_kernel_that_is_missing():
     tex.some_new_function()
 
 
+def test_attention_in_fp8():
+    from transformer_engine.common.recipe import DelayedScaling
+
+    q = torch.zeros(16, 1, 4, 16, device="cuda", dtype=torch.bfloat16)
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(fp8_dpa=True)):
+        te.DotProductAttention(4, 16)(q, q, q)
+
+
 def test_graph():
     torch.cuda.CUDAGraph()
 
@@ -81,8 +89,9 @@ def test_tests_of_gpu_code_run(tmp_path: Path) -> None:
     need_sources("2.17.1")
     done = run(tmp_path, "--te-version", "2.17.1", "--te-skip-missing")
     assert "Transformer Engine 2.17.1, its own Python" in done.stdout
-    assert "1 failed, 3 passed, 2 skipped" in done.stdout, done.stdout
+    assert "1 failed, 3 passed, 3 skipped" in done.stdout, done.stdout
     assert "transformer_engine_torch.some_new_function: the CPU stand-in" in done.stdout
+    assert "transformer_engine_torch.fused_attn_fwd: the CPU stand-in" in done.stdout
     assert "torch.cuda.CUDAGraph: a CPU has no graphs of kernels" in done.stdout
     assert "assert 9 == 10" in done.stdout
 
@@ -92,7 +101,7 @@ def test_a_kernel_that_is_missing_fails_its_test(tmp_path: Path) -> None:
     need_sources(te_cpu.DEFAULT_VERSION)
     done = run(tmp_path)
     assert f"Transformer Engine {te_cpu.DEFAULT_VERSION}, its own Python" in done.stdout
-    assert "3 failed, 3 passed" in done.stdout and "MissingKernelError" in done.stdout
+    assert "4 failed, 3 passed" in done.stdout and "MissingKernelError" in done.stdout
 
 
 def test_a_version_that_cannot_be_had_is_a_usage_error(tmp_path: Path) -> None:

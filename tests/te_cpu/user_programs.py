@@ -199,7 +199,9 @@ def test_another_length_of_history_is_refused_by_name() -> None:
     layer, x = te.Linear(32, 32), torch.randn(16, 32)
 
     def step(layer: nn.Module, length: int) -> None:
-        with te.fp8_autocast(enabled=True, fp8_recipe=recipes.DelayedScaling(amax_history_len=length)):
+        with te.fp8_autocast(
+            enabled=True, fp8_recipe=recipes.DelayedScaling(amax_history_len=length)
+        ):
             y = layer(x)
         y.sum().backward()
 
@@ -209,3 +211,24 @@ def test_another_length_of_history_is_refused_by_name() -> None:
         step(layer, 8)
     FP8GlobalStateManager.reset()
     step(te.Linear(32, 32), 8)
+
+
+@pytest.mark.parametrize("settings", [{"fp8_dpa": True}, {"fp8_mha": True}], ids=str)
+def test_attention_in_fp8_names_what_it_needs(
+    settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time, and what it names makes it run. Other attention has its own errors."""
+    q, k, v = (torch.randn(32, 2, 4, 16, dtype=torch.bfloat16) for _ in range(3))
+    attention, fp8 = te.DotProductAttention(4, 16), recipes.DelayedScaling(**settings)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="fused_attn_fwd.* NVTE_UnfusedDPA_Emulate"):
+            with te.fp8_autocast(enabled=True, fp8_recipe=fp8):
+                attention(q, k, v)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    with pytest.raises(ValueError, match="No dot product attention backend"):
+        with te.fp8_autocast(enabled=True, fp8_recipe=recipes.DelayedScaling()):
+            te.DotProductAttention(4, 16)(q[:16], k, v)
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN")
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    with te.fp8_autocast(enabled=True, fp8_recipe=fp8):
+        assert te.DotProductAttention(4, 16)(q[:8], k[:8], v[:8]).shape == (8, 2, 64)
