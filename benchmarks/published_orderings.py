@@ -210,18 +210,21 @@ def train(
     return {"word": word, **ends, **found}
 
 
-def digest_of(run: Path) -> str:
-    """Return the SHA-256 of the tensors that a run has saved last."""
+def digest_of(run: Path) -> str | None:
+    """Return the SHA-256 of the tensors that a run has saved last; None if it has none."""
     files = sorted((run / CHECKPOINTS_DIR).glob("step_*/*.safetensors"))
     if not files:
-        sys.exit(f"{run} has no checkpoint: it was taken from another claim, or is not finished")
+        return None
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def repeat(
     shared: dict[str, Any], claim: dict[str, Any], width: int, runs: Path, jobs: int
-) -> dict[str, list[str]]:
-    """Train the first seed's two runs again; return the digests of both times by run."""
+) -> dict[str, list[str | None]]:
+    """Train the first seed's two runs again; return the digests of both times by run.
+
+    A run that was taken from another claim has no checkpoint here, and is left out.
+    """
     seed = shared["seeds"][0]
     names = [f"{configuration}-{seed}" for configuration in (BASELINE, GIVEN)]
     once = {**shared, "seeds": [seed]}
@@ -229,11 +232,12 @@ def repeat(
         folder_of(shared, claim, width, runs),
         folder_of(once, claim, width, runs / "again"),
     )
-    digests = {name: [digest_of(folders[0] / name)] for name in names}
+    digests = {name: digest_of(folders[0] / name) for name in names}
+    if not any(digests.values()):
+        sys.exit(f"{folders[0]} has no checkpoint of seed {seed}: train the claim first")
     train(once, claim, width, runs / "again", jobs)
-    for name, found in digests.items():
-        found.append(digest_of(folders[1] / name))
-    return digests
+    again = {name: digest_of(folders[1] / name) for name in names}
+    return {name: [first, again[name]] for name, first in digests.items() if first is not None}
 
 
 def nats(of_width: dict[str, Any]) -> float:

@@ -21,7 +21,7 @@ from fp8_numerics.kernels.compile import IN_C, KINDS, library, library_for
 
 Block = tuple[int, int]
 Matrix = tuple[int, int, int, int]  # address, rows, columns, kind
-_KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
+_KINDS: dict[object, int] = {dtype: number for number, dtype in enumerate(KINDS)}
 OUT_KINDS = (torch.float32, torch.bfloat16)
 _STRIP = 256  # columns that the kernels do together
 _FP4_BLOCKS = ((1, 16), (16, 1), (16, 16))

@@ -25,7 +25,7 @@ from fp8_numerics.kernels.triton_launch import runs_triton
 from fp8_numerics.scaled_mm import PACKED, Layout
 from fp8_numerics.swizzle import fp4_numbers, swizzled, unswizzled
 
-_KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
+_KINDS: dict[object, int] = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
 _CODES = {fmt.dtype: number for number, fmt in enumerate(IN_C)}
 

@@ -300,10 +300,10 @@ def install(undo: ExitStack) -> None:
     _replace(module, "to", _with_a_name(module.to), undo)
     wrapped: Any = nn.parallel.DistributedDataParallel
     _replace(wrapped, "__init__", _without_indices(wrapped.__init__), undo)
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel  # it takes long to import
 
-    mesh, sharded = torch.distributed.DeviceMesh, FullyShardedDataParallel
-    for kind, name in ((mesh, "device_type"), (sharded, "device_id")):
+    for kind, name in ((DeviceMesh, "device_type"), (FullyShardedDataParallel, "device_id")):
         _replace(kind, "__init__", _on_the_cpu(kind.__init__, name), undo)
     _replace(torch.distributed, "barrier", _without_indices(torch.distributed.barrier), undo)
 

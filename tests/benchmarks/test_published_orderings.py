@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -226,7 +227,7 @@ def test_a_repeated_run_is_compared_by_the_tensors_that_it_leaves(
     def save(folder: Path, tensors: bytes) -> None:
         for name in ("baseline-11", "given-11"):
             checkpoint = folder / name / "checkpoints/step_00000500"
-            checkpoint.mkdir(parents=True)
+            checkpoint.mkdir(parents=True, exist_ok=True)
             (checkpoint / "rank0.safetensors").write_bytes(tensors)
             (checkpoint / "manifest.json").write_text(f"saved in {folder}")
 
@@ -235,11 +236,13 @@ def test_a_repeated_run_is_compared_by_the_tensors_that_it_leaves(
         save(benchmark.folder_of(once, claim, width, runs), again)
 
     monkeypatch.setattr(benchmark, "train", train)
-    with pytest.raises(SystemExit, match="baseline-11 has no checkpoint"):
+    with pytest.raises(SystemExit, match="has no checkpoint of seed 11"):
         benchmark.repeat(shared, claim, 128, tmp_path, 2)
     save(place, b"tensors")
     digests = benchmark.repeat(shared, claim, 128, tmp_path, 2)
     assert set(digests) == {"baseline-11", "given-11"}
+    shutil.rmtree(place / "baseline-11/checkpoints")  # as of a run that was taken
+    assert set(benchmark.repeat(shared, claim, 128, tmp_path, 2)) == {"given-11"}
     for first, second in digests.values():
         assert (first == second) is (again == b"tensors")
 
