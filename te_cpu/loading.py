@@ -115,6 +115,8 @@ def _import(sources: Sources) -> ModuleType:
         _let_storages_stay()
         _leave_out_flash_attention()
         _name_attention_in_fp8(imported)
+        for owner in (imported, sys.modules["transformer_engine.pytorch.graph"]):
+            owner.__dict__["make_graphed_callables"] = _refuse_graphs
         sys.path.remove(folder)
         sys.path.insert(1, folder)  # the first one is the program's own
         undo.pop_all()
@@ -189,6 +191,15 @@ def _name_attention_in_fp8(te: Any) -> None:
             raise
 
     attention.forward = forward
+
+
+def _refuse_graphs(*args: Any, **kwargs: Any) -> None:
+    """Refuse before layers are made ready for a graph: after an error they would stay without FP8.
+
+    Raises:
+        MissingKernelError: Always.
+    """
+    cuda.CUDAGraph()
 
 
 def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[], tuple[bool, str]]:
