@@ -44,7 +44,10 @@ PRESET_GROUPS = ("model", "precision")
 
 _LONGEST_KEPT = 200  # characters of an override that is read once
 _LONGEST_NAME = 255  # bytes of a file's name; no file system asks for a longer one
-_PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
+_PLAIN_PATH = re.compile(
+    r"(?:[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*|[A-Za-z_][A-Za-z0-9_.-]*\.py)(?::[A-Za-z_][A-Za-z0-9_]*)?"
+)
+"""A path, or the name of a recipe's file, with a class after it."""
 
 _NUMBERS = [[OverrideLexer.INT], [OverrideLexer.FLOAT], [OverrideLexer.BOOL]]
 _RANGES = ("range", "interval")  # the functions of Hydra that take numbers alone

@@ -58,6 +58,8 @@ _FILES_OF_DATA = (
 """Keys whose files may move: their last names are compared here. A checkpoint records a fingerprint
 of the content, which is compared when it is loaded."""
 
+_OF_THE_RECIPE = ("model.fp8_e4m3", "model.fp8_hybrid")
+"""Keys that differ because the recipe does, if they are not given."""
 _PLACES = ("exp_manager.exp_dir", "exp_manager.name", "exp_manager.explicit_log_dir")
 
 _PLAIN_WORD = re.compile(r"(?!(true|false|null|nan|inf|infinity)$)[a-z]\w*", re.IGNORECASE)
@@ -113,6 +115,8 @@ def setting_differences(
             was, now = split_accumulator({**before, key: was}), split_accumulator(after)
         if _meaning(key, was) != _meaning(key, now):
             differences.append(Difference(key, was, now))
+    if any(found.key == "model.fp8_recipe" for found in differences):
+        return [found for found in differences if found.key not in _OF_THE_RECIPE]
     return differences
 
 

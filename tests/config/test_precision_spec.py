@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.config.resume import setting_differences
+from megafp8.config.resume import setting_differences, typed
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
@@ -283,3 +283,15 @@ def test_a_run_with_a_pattern_that_was_ignored_continues_without_it() -> None:
     for entry, num_found in (("*fc9:high_precision", 0), ("*fc2:high_precision", 1)):
         old = {"model": {"fp8": True, "num_layers": 2, "fp8_modules": [entry]}}
         assert len(setting_differences(old, new)) == num_found
+
+
+def test_another_recipe_is_one_difference_which_can_be_typed() -> None:
+    """The formats follow from it, and a user who never gave them could not tell what to give."""
+    both = {"fp8": True, "num_layers": 2}
+    mine = {**both, "fp8_recipe": "mine.py", "fp8_e4m3": False, "fp8_hybrid": True}
+    new = {**both, "fp8_recipe": "nvfp4", "fp8_e4m3": True, "fp8_hybrid": False}
+    (found,) = setting_differences({"model": mine}, {"model": new})
+    assert typed(found.key, found.old) == "model.fp8_recipe=mine.py"
+    new |= {"fp8_recipe": "mine.py"}
+    formats = setting_differences({"model": mine}, {"model": new})
+    assert {each.key for each in formats} == {"model.fp8_e4m3", "model.fp8_hybrid"}
