@@ -20,6 +20,7 @@ WRONG: dict[str, list[Any]] = {
     "name": ["delayd", 8, ["delayed"], None],
     "forward_format": ["e3m4", "e4m3fnuz", None, ["e4m3"]],
     "backward_format": ["E5M2", 5],
+    "modules_backward_format": ["E5M2", 5],
     "margin": ["1", 0.5, True, 3000, None],
     "interval": [0, 2.0, "1", True],
     "amax_history_len": [0, 16.0, "16", False, 10**12],

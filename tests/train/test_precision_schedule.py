@@ -173,8 +173,8 @@ def test_delayed_scales_are_kept_or_begin_anew() -> None:
         assert (table.num_updates == 0).all()
 
 
-def test_a_delayed_scale_begins_anew_in_another_format() -> None:
-    """Gradients beside MXFP8 are E4M3, and those of the delayed recipe E5M2."""
+def test_a_delayed_scale_is_kept_beside_other_recipes() -> None:
+    """Gradients of delayed scaling are E5M2 beside MXFP8 too, so that no history begins anew."""
     state = built("model.fp8_recipe=mxfp8", "model.fp8_modules=['*.fc2:delayed']",
                   "model.fp8_amax_history_len=8",
                   f"{SCHEDULE}[{{from: 2, modules: '*.fc1', recipe: delayed}}, "
@@ -184,15 +184,16 @@ def test_a_delayed_scale_begins_anew_in_another_format() -> None:
     assert (before["backward"].num_updates > 0).all()
     begun = begin_phase(state)
     kept = {f"layers.{n}.mlp.{fc}.{role}" for n in (0, 1) for fc in ("fc1", "fc2")
-            for role in ("input", "weight")}  # fmt: skip
+            for role in ("input", "weight", "grad_output")}  # fmt: skip
     assert begun is not None and begun.fresh.isdisjoint(kept)
     assert len(begun.fresh) == 2 * 4 * 3 - len(kept)
     after = state.scaling.tables
     for name in kept:
-        old, new = (table["forward"].names.index(name) for table in (before, after))
-        history = after["forward"].history[new]
-        assert torch.equal(history, before["forward"].history[old]) and history.any()
-    assert (after["backward"].history == 0).all() and (after["backward"].quant_scale == 1).all()
+        way = "backward" if name.endswith("grad_output") else "forward"
+        old, new = (table[way].names.index(name) for table in (before, after))
+        history = after[way].history[new]
+        assert torch.equal(history, before[way].history[old]) and history.any()
+    assert before["backward"].fmt is after["backward"].fmt and after["backward"].fmt.name == "e5m2"
 
 
 def test_a_delayed_scale_begins_anew_under_another_rule() -> None:
