@@ -210,6 +210,27 @@ def train(
     return {"word": word, **ends, **found}
 
 
+def tried(
+    shared: dict[str, Any],
+    claims: dict[str, dict[str, Any]],
+    claim: dict[str, Any],
+    runs: Path,
+    jobs: int,
+) -> dict[str, Any]:
+    """Return what came out of a claim at each width, with the claim and its jobs."""
+    widths = {}
+    for width in shared["widths"]:
+        take_equal_runs(shared, claims, claim, width, runs)
+        widths[str(width)] = train(shared, claim, width, runs, jobs)
+    return {
+        "frozen": frozen(shared, claim),
+        "claim": claim,
+        "job": {width: job_of(shared, int(width)) for width in widths},
+        "seeds": shared["seeds"],
+        "widths": widths,
+    }
+
+
 def digest_of(run: Path) -> str | None:
     """Return the SHA-256 of the tensors that a run has saved last; None if it has none."""
     files = sorted((run / CHECKPOINTS_DIR).glob("step_*/*.safetensors"))
@@ -374,19 +395,7 @@ def main() -> None:
         for run, both in digests.items():
             print(f"{run}: {'the same' if len(set(both)) == 1 else 'other'} bytes")
         return
-    widths = {}
-    for width in shared["widths"]:
-        take_equal_runs(shared, claims, claim, width, runs)
-        widths[str(width)] = train(shared, claim, width, runs, args.jobs)
-    result = {
-        "command": command,
-        **about,
-        "frozen": frozen(shared, claim),
-        "claim": claim,
-        "job": {width: job_of(shared, int(width)) for width in widths},
-        "seeds": shared["seeds"],
-        "widths": widths,
-    }
+    result = {"command": command, **about, **tried(shared, claims, claim, runs, args.jobs)}
     write(f"ordering-{name}", claim["says"], args.results, result)
     found = read_results(args.results, shared, claims)
     print("\n".join(table([each for each in found if each["claim"]["id"] == name], claims)))

@@ -236,7 +236,3 @@ def _check_read(
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(map(str, dtypes))
-
-
-def _at(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

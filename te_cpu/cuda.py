@@ -435,7 +435,7 @@ def _patch_cuda_version(undo: ExitStack) -> None:
 
 
 def _patch_autocast(undo: ExitStack) -> None:
-    """Let autocast for "cuda" cast what the CPU's does, to the same dtype, of which it has both.
+    """Let autocast for "cuda" switch on the CPU's too, which takes FP16 and BF16 as well.
 
     What `torch.is_autocast_enabled("cuda")` says stays as it is, since Transformer Engine asks it.
     """
@@ -447,7 +447,7 @@ def _patch_autocast(undo: ExitStack) -> None:
         found = enter(self)
         if self.device == "cuda":
             before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-            vars(self).setdefault("before_on_cpu", []).append(before)
+            vars(self).setdefault("before_on_cpu", []).append(before)  # one may be entered twice
             torch.set_autocast_enabled("cpu", torch.is_autocast_enabled("cuda"))
             torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
         return found

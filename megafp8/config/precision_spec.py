@@ -26,7 +26,7 @@ from megafp8.specs.precision import (
     PrecisionPhase,
 )
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, recipes_where, switched_off
-from megafp8.specs.traits import GemmName
+from megafp8.specs.traits import FormatName, GemmName, Traits
 
 _PARTS = {
     "model.fp4_disable_rht": "rht",
@@ -100,19 +100,31 @@ def settings_recipe(values: Values) -> Fp8Recipe:
     traits = find_recipe(name).traits
     power_2 = values["model.fp8_power_2_scale"]
     precise = dict(zip(GEMMS, split_accumulator(values), strict=True))
+    # Only here does the format of linears under other recipes not follow from the main recipe's.
     has_choice = recipes_where(recipes_in(values), lambda other: not other.is_e4m3)
     asks_of_others = values["model.fp8_e4m3"] and traits.is_e4m3 and has_choice
     return Fp8Recipe(
         **spec_fields("precision.fp8", values),
         name=name,
         forward_format="e4m3",
-        backward_format="e4m3" if values["model.fp8_e4m3"] or traits.is_e4m3 else "e5m2",
+        backward_format=gradient_format(values, traits),
         power_2_scale=traits.power_2_default if power_2 is None else power_2,
         high_precision_gemms=_high_precision_gemms(values),
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
         modules=module_rules(values, off),
         modules_backward_format="e4m3" if asks_of_others else None,
     )
+
+
+def gradient_format(values: Values, traits: Traits) -> FormatName:
+    """Return the format of output gradients under a run's main recipe: the one that is asked for.
+
+    Without `fp8_e4m3` and `fp8_hybrid`, or if the recipe has it not, it is the recipe's first.
+    """
+    e4m3, hybrid = values["model.fp8_e4m3"], values["model.fp8_hybrid"]
+    first = traits.backward_formats[0]
+    wanted: FormatName = "e4m3" if e4m3 else "e5m2" if hybrid or e4m3 is False else first
+    return wanted if wanted in traits.backward_formats else first
 
 
 def module_rules(values: Values, off: tuple[str, ...] = ()) -> tuple[ModuleRule, ...]:

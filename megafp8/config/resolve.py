@@ -13,7 +13,7 @@ from megafp8.config.data_values import file_list, parse_data_prefix, unescaped
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE
-from megafp8.config.precision_spec import precision_spec
+from megafp8.config.precision_spec import gradient_format, precision_spec
 from megafp8.config.rules import Finding, effective
 from megafp8.config.schema import all_keys, spec_fields
 from megafp8.config.settings import nested
@@ -118,7 +118,7 @@ def canonical(settings: Values, accelerator_available: Callable[[], bool]) -> di
         values["model.fp8_params"] = True
     if values["model.fp8"]:  # null is what the recipe does
         traits = find_recipe(values["model.fp8_recipe"]).traits
-        is_e4m3 = bool(values["model.fp8_e4m3"]) or traits.is_e4m3
+        is_e4m3 = gradient_format(values, traits) == "e4m3"
         # A schedule or single linears may have a recipe with two formats beside one with E4M3.
         has_choice = recipes_where(recipes_in(values), lambda traits: not traits.is_e4m3)
         if bool(values["model.fp8_e4m3"]) == is_e4m3 or not (values[SCHEDULE] or has_choice):

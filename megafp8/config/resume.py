@@ -109,8 +109,8 @@ def setting_differences(
             continue  # it had no effect before
         absent = _TAKEN_OUT.get(key, _ABSENT)
         was, now = last.get(key, absent), after.get(key, absent)
-        if key == "model.fp8_modules":  # older versions ignored a pattern without a match
-            was, now = _rules_with_match(was, before), _rules_with_match(now, after)
+        if key == "model.fp8_modules":  # older versions ignored rules that decide about no linear
+            was, now = _rules_in_effect(was, before), _rules_in_effect(now, after)
         if key == "model.fp8_split_accumulator":  # null is what the backend does
             was, now = split_accumulator({**before, key: was}), split_accumulator(after)
         if _meaning(key, was) != _meaning(key, now):
@@ -261,7 +261,7 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _rules_with_match(rules: Any, values: Values) -> Any:
+def _rules_in_effect(rules: Any, values: Values) -> Any:
     """Return the rules of `fp8_modules` without those that decide about no linear."""
     if not isinstance(rules, (list, tuple)):
         return rules

@@ -38,7 +38,7 @@ from megafp8.ops import torch_private
 
 _LOGGER = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRACED = ("FakeTensor", "FunctionalTensor", "Proxy")
+TRACED = ("FakeTensor", "Proxy")
 """Classes of a weight while torch.export or torch.fx follows the model."""
 Stamp = list[tuple[int, int | None, torch.dtype]]  # address, number of writes, dtype
 Phase = Literal["outside", "microbatch", "evaluation"]

@@ -129,15 +129,14 @@ def _names(names: Sequence[str]) -> Check:
 
 GEMM_SET = Check(_is_gemms, f"a frozenset of {', '.join(GEMMS)}", "Use frozenset({'grad_weight'})")
 SPAN = Check(_is_whole(*UPDATES), f"a whole number from {UPDATES[0]} to {UPDATES[1]}", "Use 16")
+FORMAT_OR_NONE = _names(get_args(FormatName))._replace(
+    accepts=lambda value: value is None or _is_one_of(get_args(FormatName))(value)
+)
 CHECKS: dict[str, Check] = {
     "name": Check(lambda name: isinstance(name, str), "a recipe's name", "Use 'delayed'"),
     "forward_format": _names(get_args(FormatName)),
-    "backward_format": _names(get_args(FormatName))._replace(
-        accepts=lambda value: value is None or _is_one_of(get_args(FormatName))(value)
-    ),
-    "modules_backward_format": _names(get_args(FormatName))._replace(
-        accepts=lambda value: value is None or _is_one_of(get_args(FormatName))(value)
-    ),
+    "backward_format": FORMAT_OR_NONE,
+    "modules_backward_format": FORMAT_OR_NONE,
     "margin": Check(
         _is_whole(*MARGINS), f"a whole number from {MARGINS[0]} to {MARGINS[1]}", "Use 0 or 1"
     ),
@@ -198,7 +197,16 @@ def _check_effects(recipe: Fp8Recipe) -> None:
             f"is no format that {recipe.name} has for gradients",
             f"Leave it out, or use {' or '.join(map(repr, formats))}",
         )
-    used = {recipe.name, *(rule.precision for rule in recipe.modules)} - {HIGH_PRECISION}
+    used, fmt = recipe.names, recipe.modules_backward_format
+    if fmt and not recipes_where(
+        used - {recipe.name},
+        lambda traits: len(traits.backward_formats) > 1 and fmt in traits.backward_formats,
+    ):
+        raise Fp8Error(
+            f"recipe.modules_backward_format={fmt!r}",
+            "has no effect without a rule in `modules` whose recipe has a choice of formats",
+            "Leave it out",
+        )
     if not recipes_where(used, lambda traits: traits.has_history):
         _refuse_history(recipe)
     standard = Fp8Recipe.amax_history_len

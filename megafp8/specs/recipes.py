@@ -185,7 +185,8 @@ def switched_off(name: str, options: Iterable[str]) -> str:
 def _installed(name: str) -> Recipe:
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if name not in points:
-        close = difflib.get_close_matches(name, (*RECIPES, HIGH_PRECISION), n=1)
+        choices = [choice for choice in (*RECIPES, HIGH_PRECISION) if choice != name]
+        close = difflib.get_close_matches(name, choices, n=1)
         meant = f". Did you mean {close[0]}?" if close else ""
         known = f"there are {', '.join(RECIPES)}, and code such as FILE.py:CLASS"
         raise RecipeError(f"{name}: there is no such recipe{meant or ';'} {known}")

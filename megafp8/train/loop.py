@@ -389,8 +389,8 @@ def _remedy(state: TrainState, first_bad: str) -> str:
     if first_bad.startswith(WEIGHT):
         return "Continue from an earlier checkpoint, or begin with other weights"
     recipe = state.backend.spec.precision.fp8
-    rules = [name for name in sorted(recipe.names if recipe else ()) if names_code(name)]
-    test = f"Test your recipe (megafp8 recipe check {rules[0]}), lower" if rules else "Lower"
+    own = [name for name in sorted(recipe.names if recipe else ()) if names_code(name)]
+    test = f"Test your recipe (megafp8 recipe check {own[0]}), lower" if own else "Lower"
     return (
         f"{test} model.optim.lr in a new run, or set trainer.nonfinite_policy=skip (skip such "
         "batches) or rollback (go back to the last checkpoint); both end the run after "

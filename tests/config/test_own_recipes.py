@@ -292,7 +292,7 @@ WRONG = {
     ),
     "line 1 of {file}); megafp8.te_cpu is te_cpu now": ("{file}", "import megafp8.te_cpu.wheel"),
     "megafp8.fp8.nowhere', line 1 of {file}). ": ("{file}", "import megafp8.fp8.nowhere"),
-    "there is no such recipe": ("delayd", ""),
+    "delayd: there is no such recipe. Did you mean delayed? there are ": ("delayd", ""),
 }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from megafp8.config.precision_spec import gradient_format
 from megafp8.config.resume import setting_differences, typed
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.recipes import RECIPES
+from megafp8.specs.recipes import RECIPES, find_recipe
+from megafp8.specs.traits import FormatName
 from tests.config.helpers import run_spec
 
 FP8 = "model.fp8=True"
@@ -247,6 +251,26 @@ def test_a_rule_that_comes_too_late_is_refused() -> None:
     assert "*.fc1:rowwise decides about no linear" in str(error.value)
     assert "Write it before *.mlp.*, or leave it out" in str(error.value)
     assert "*:blockwise decides" not in str(error.value)  # the linears of attention
+
+
+@pytest.mark.parametrize(
+    ("formats", "e4m3", "hybrid", "found"),
+    [
+        (("e5m2", "e4m3"), None, None, "e5m2"),
+        (("e4m3", "e5m2"), None, None, "e4m3"),  # the first is the recipe's own
+        (("e4m3", "e5m2"), None, True, "e5m2"),
+        (("e4m3", "e5m2"), False, None, "e5m2"),
+        (("e5m2", "e4m3"), True, None, "e4m3"),
+        (("e4m3",), False, None, "e4m3"),
+        (("e5m2",), None, None, "e5m2"),
+    ],
+)
+def test_the_format_of_gradients_is_the_one_asked_for_or_the_recipes_first(
+    formats: tuple[FormatName, ...], e4m3: bool | None, hybrid: bool | None, found: FormatName
+) -> None:
+    traits = replace(find_recipe("delayed").traits, backward_formats=formats)
+    values = {"model.fp8_e4m3": e4m3, "model.fp8_hybrid": hybrid}
+    assert gradient_format(values, traits) == found
 
 
 @pytest.mark.parametrize(

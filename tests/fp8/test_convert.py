@@ -178,6 +178,13 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"recipe": "rowwise"},
         r"Use dataclasses.replace\(fp8.recipe_named\('rowwise'\), pad_inner_dim=True\), or",
     ),
+    "format of rules": (
+        mlp,
+        {"recipe": fp8.Fp8Recipe(
+            modules=(fp8.ModuleRule("2", "mxfp8"),), modules_backward_format="e4m3"
+        )},
+        "recipe.modules_backward_format='e4m3': has no effect without a rule",
+    ),
     "block": (mlp, {"recipe": "blockwise"}, "0: its weight is 64 x 32, .* multiples of 128"),
     "converted": (converted, {}, "2: is converted to FP8 already"),
     "shared": (Shared, {}, "a: its weight is shared, as a.weight, b.weight"),

@@ -262,7 +262,16 @@ def test_columns_are_added_up_also_without_a_grid(fmt: Fp8Format, dtype: torch.d
     assert torch.equal(alone.payload.view(torch.uint8), with_grid.payload.view(torch.uint8))
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.fixture(params=["C", "torch"])
+def with_and_without_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let casts find the C kernels, and then none."""
+    if request.param == "torch":
+        monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
+
+
+@pytest.mark.usefixtures("with_and_without_kernels")
 @pytest.mark.parametrize(
     ("x", "words", "said"),
     [
@@ -298,12 +307,8 @@ def test_what_kernels_would_misread_is_refused(
     x: torch.Tensor,
     words: dict[str, Any],
     said: str,
-    has_compiler: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They get addresses, and would read or write what lies beside a tensor of another kind."""
-    if not has_compiler:
-        monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
     given: dict[str, Any] = {"quant_scale": torch.ones(()), "amax": None, "grid_dtype": None}
     with pytest.raises((TypeError, ValueError), match=said):
         quantize(x, **({"fmt": formats.E4M3} | given | words))
@@ -323,15 +328,11 @@ def test_what_kernels_would_misread_is_refused(
         (lambda fp8: block_casts.current(fp8, (1, 2), "e4m3", power_2=True), "fmt is 'e4m3'"),
     ],
 )
-@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.usefixtures("with_and_without_kernels")
 def test_a_payload_of_another_format_and_no_format_are_refused(
     call: Callable[[torch.Tensor], object],
     said: str,
-    has_compiler: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not has_compiler:
-        monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
     with pytest.raises(TypeError, match=said):
         call(torch.ones(2, 4).to(formats.E4M3.dtype))
 

@@ -40,7 +40,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         findings.append(Finding(key, f"has no effect with {setting}", need.hint))
     findings += rule_findings(effective(good, unmet))
     if origins is not None:
-        findings += precision.two_formats(good, origins)
+        findings += precision.formats_ruled_out(good, origins)
     found = []
     for f in findings:
         origin = "" if origins is None else origins.get(f.key, DEFAULT)

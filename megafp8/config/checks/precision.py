@@ -309,9 +309,8 @@ def format_notes(v: Values, origins: Origins) -> Iterator[str]:
         yield f"no effect: {HYBRID}=True ({origins.get(HYBRID, DEFAULT)}): {reason}"
 
 
-def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
-    """Yield `fp8_hybrid` if the recipe rules it out, or a key beside it on the command line."""
-    name = v.get("model.fp8_recipe")
+def formats_ruled_out(v: Values, origins: Origins) -> Iterator[Finding]:
+    """Yield `fp8_e4m3` or `fp8_hybrid` where a recipe rules it out, or both on the command line."""
     if v.get("model.fp8") and v.get("model.fp8_e4m3"):
         for other in recipes_where(recipes_in(v), lambda t: "e4m3" not in t.backward_formats):
             yield Finding(
@@ -321,6 +320,7 @@ def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
             )
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
         return
+    name = v.get("model.fp8_recipe")
     if name is not None and recipes_where((name,), lambda traits: traits.is_e4m3):
         others = " or ".join(names_where(lambda traits: not traits.is_e4m3))
         yield Finding(
