@@ -328,7 +328,7 @@ def test_values_of_blocks_are_numbers_times_scales(
 @pytest.mark.parametrize("rows", [4080, 4096])  # of 16: below and at 65,536 elements
 def test_small_matrices_start_no_threads(rows: int) -> None:
     need_kernels()
-    lib, address = library().lib, block_casts._at
+    lib, address = library().lib, torch.Tensor.data_ptr
     assert lib is not None
     x, scale, byte = torch.ones(rows, 16), torch.ones(rows, 16), torch.zeros(rows, 16).byte()
     payload, wide, one = torch.zeros(rows, 16).byte(), torch.zeros(rows, 16), torch.ones(16)
@@ -386,7 +386,7 @@ def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
 @pytest.mark.parametrize("kernel", ["rotation", "values", "rows", "columns", "blocks", "written"])
 def test_kernels_write_no_byte_behind_their_matrix(kernel: str) -> None:
     need_kernels()
-    lib, address = library().lib, block_casts._at
+    lib, address = library().lib, torch.Tensor.data_ptr
     assert lib is not None
     x, scale, codes = torch.ones(48, 33), torch.ones(48, 33), torch.zeros(48, 33).byte()
     out = torch.full((48, 33, 4), 7, dtype=torch.uint8)
