@@ -11,6 +11,9 @@ from megafp8.observe.units import format_percent, plural
 LARGEST, EMPTY, UPDATES = "experts/load_max", "experts/empty", "experts/least_updates"
 """The keys in metrics.jsonl of the whole model; `of_layer` makes those of a layer."""
 
+EXPERTS_FILE = "experts.jsonl"
+"""The file of a run with the tokens of each expert at logged steps."""
+
 
 @dataclass(frozen=True)
 class ExpertLoad:
@@ -67,6 +70,18 @@ def scalars(loads: Mapping[int, ExpertLoad]) -> dict[str, float]:
     for layer, load in loads.items():
         values |= {of_layer(LARGEST, layer): load.largest, of_layer(EMPTY, layer): load.empty}
     return values
+
+
+def tokens_of(counts_LE: Sequence[Sequence[float]]) -> dict[str, list[int]]:
+    """Return the tokens of each expert by layer, as a line of `EXPERTS_FILE` has them.
+
+    Layers without experts, which have no counts, are left out.
+    """
+    return {
+        str(layer): [int(count) for count in counts]
+        for layer, counts in enumerate(counts_LE)
+        if sum(counts)
+    }
 
 
 def summary_of(load: ExpertLoad | None, least_updates: int | None) -> str | None:

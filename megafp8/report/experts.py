@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
+from typing import Any
 
 from megafp8.observe.experts import EMPTY, LARGEST, UPDATES, layer_of, of_layer
 from megafp8.observe.units import format_percent
-from megafp8.report.record import RunRecord
+from megafp8.report.record import RunRecord, thinned
 from megafp8.report.tables import cell, table
+
+MOST_CELLS = 40_000  # of all maps of a page
+_NUMBER = re.compile(r"\d{1,6}", re.ASCII)
 
 HINT = (
     "The load is the number of tokens of the fullest expert over the mean of its layer, in a "
     "logged step. An expert without a token in a step is no fault."
 )
+
+MAP_HINT = "<p class=dim>Tokens of an expert over the mean of its layer; 1 is even.</p>"
 
 
 def meaning_of_mfu(run: RunRecord) -> str:
@@ -42,6 +49,42 @@ def load_of_layers(run: RunRecord) -> str:
         return ""
     heads = ("layer", "load in the last step", "median", "largest", "experts without a token, mean")
     return f"<h2>Experts: load of each layer</h2><p class=dim>{HINT}</p>{table(heads, rows)}"
+
+
+def load_maps(run: RunRecord) -> dict[str, Any] | None:
+    """Return the load of each expert over the logged steps, a map for each layer; None without any.
+
+    The form is that of `curves.heat_maps`: a row for each expert, and a load of 1 is the mean.
+    """
+    lines = [line["tokens"] for line in run.experts]
+    layers = sorted(
+        {layer for line in lines for layer in line if _NUMBER.fullmatch(layer)}, key=int
+    )
+    sizes = {len(c) for line in lines for layer in layers if isinstance(c := line.get(layer), list)}
+    if not layers or not sizes:
+        return None
+    rows = range(max(sizes))
+    most = max(10, MOST_CELLS // (len(layers) * len(rows)))
+    kept = thinned(run.experts, most, lambda _: False)
+    maps = {}
+    for layer in layers:
+        columns = [_loads(line["tokens"].get(layer), len(rows)) for line in kept]
+        maps[f"layer {layer}"] = {"load": [[column[row] for column in columns] for row in rows]}
+    return {
+        "steps": [line["step"] for line in kept],
+        "rows": [f"expert {row}" for row in rows],
+        "maps": maps,
+        "titles": {"load": "tokens over the mean"},
+    }
+
+
+def _loads(counts: object, size: int) -> list[float | None]:
+    """Return tokens over their mean; None for each expert where a line has no such counts."""
+    if not isinstance(counts, list) or len(counts) != size:
+        return [None] * size
+    if not all(type(count) is int and count >= 0 for count in counts) or not sum(counts):
+        return [None] * size
+    return [round(count * size / sum(counts), 3) for count in counts]
 
 
 def _row(run: RunRecord, layer: int) -> list[str]:

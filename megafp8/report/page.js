@@ -90,7 +90,7 @@
       plot.setSize({ width: Math.max(200, box.clientWidth), height: plot.height });
   });
 
-  // ---- heat maps of FP8 health
+  // ---- heat maps: FP8 health, and the load of experts
   function shade(t) {  // a scale that also reads in grey: dark blue, green, yellow
     const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
     const at = Math.min(0.9999, Math.max(0, t)) * (stops.length - 1), i = Math.floor(at), f = at - i;
@@ -102,6 +102,7 @@
     const measured = Object.keys(heat.maps[role]);
     const wanted = measured.includes(measure.value) ? measure.value : measured[0];
     measure.replaceChildren(...measured.map((m) => new Option(heat.titles[m], m, false, m === wanted)));
+    measure.hidden = measured.length < 2;
     // Some measures are taken at few steps: only these are shown.
     const all = heat.maps[role][wanted];
     const taken = heat.steps.map((_, x) => x).filter((x) => all.some((row) => row[x] != null));
@@ -136,13 +137,13 @@
       steps.textContent = `step ${atSteps[x]}, ${heat.rows[y]}: ${short(rows[y][x])}`;
     };
   }
-  if (data.heat) {
-    const box = document.getElementById("maps"), roles = Object.keys(data.heat.maps);
+  for (const [name, heat] of Object.entries(data.heats)) {
+    const box = document.getElementById(`map-${name}`), roles = Object.keys(heat.maps);
     box.querySelector("select.role").replaceChildren(...roles.map((r) => new Option(r.replace("_", " "), r)));
     box.querySelector(".scale").style.background =
       `linear-gradient(to right, ${[0, .25, .5, .75, 1].map((t) => `rgb(${shade(t)})`).join(",")})`;
-    box.querySelectorAll("select").forEach((s) => s.addEventListener("change", () => drawMap(box, data.heat)));
-    drawMap(box, data.heat);
+    box.querySelectorAll("select").forEach((s) => s.addEventListener("change", () => drawMap(box, heat)));
+    drawMap(box, heat);
   }
   dark.addEventListener("change", () => drawn.forEach((entry) => entry.again()));
 

@@ -64,7 +64,8 @@ _OUTCOMES: tuple[tuple[str, str], ...] = (
 
 def run_page(run: RunRecord) -> str:
     """Return the page of one run."""
-    plots, heat = charts([run], [run.name]), heat_maps(run)
+    plots = charts([run], [run.name])
+    health, loads = heat_maps(run), experts.load_maps(run)
     total = run.max_steps
     steps = f"step {run.last_step}" + (f" of {total}" if total else "")
     epochs = run.summary.get("epochs")
@@ -78,12 +79,14 @@ def run_page(run: RunRecord) -> str:
         _failure(run),
         _charts(plots),
         experts.load_of_layers(run),
-        _maps(heat),
+        _map("experts", loads, "Experts: load of each one × steps", "layer", experts.MAP_HINT),
+        _health_map(health),
         _samples(run),
         _settings(run),
         _events(run),
     ]
-    return _document(run.name, body, plots, heat)
+    heats = {"health": health, "experts": loads}
+    return _document(run.name, body, plots, heats)
 
 
 def runs_page(
@@ -135,7 +138,7 @@ def runs_page(
         details,
         _same_settings(runs),
     ]
-    return _document(title, body, plots, None)
+    return _document(title, body, plots, {})
 
 
 # ---- the document
@@ -145,12 +148,13 @@ def _document(
     title: str,
     body: Sequence[str],
     plots: Sequence[dict[str, Any]],
-    heat: Mapping[str, Any] | None,
+    heats: Mapping[str, Mapping[str, Any] | None],
 ) -> str:
     for index, plot in enumerate(plots):
         plot["id"] = f"chart{index}"
     # "<" inside the JSON could end the script element.
-    data = json.dumps({"charts": plots, "heat": heat}, allow_nan=False, separators=(",", ":"))
+    maps = {name: heat for name, heat in heats.items() if heat is not None}
+    data = json.dumps({"charts": plots, "heats": maps}, allow_nan=False, separators=(",", ":"))
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return "".join(
         (
@@ -300,7 +304,7 @@ def _phases(plots: Sequence[Mapping[str, Any]]) -> str:
     return f"<div class=dim><p>{title}</p><ol>{items}</ol></div>" if items else ""
 
 
-def _maps(heat: Mapping[str, Any] | None) -> str:
+def _health_map(heat: Mapping[str, Any] | None) -> str:
     if heat is None:
         return ""
     only_scales = all(
@@ -313,9 +317,16 @@ def _maps(heat: Mapping[str, Any] | None) -> str:
             "<code>model.fp8_health=full</code>, or of 100 steps on a CPU, also measures "
             "underflow, saturation and the signal-to-noise ratio.</p>"
         )
+    return _map("health", heat, f"FP8 health: {heat['rows_are']} × steps", "tensor", hint)
+
+
+def _map(name: str, heat: Mapping[str, Any] | None, title: str, parts: str, hint: str = "") -> str:
+    """Return the place where the page's script draws the maps of this name."""
+    if heat is None:
+        return ""
     return (
-        f"<h2>FP8 health: {heat['rows_are']} × steps</h2>{hint}<div class=maps id=maps><header>"
-        "<span><select class=role aria-label=tensor></select> "
+        f"<h2>{title}</h2>{hint}<div class=maps id=map-{name}><header>"
+        f"<span><select class=role aria-label={parts}></select> "
         "<select class=measure aria-label=measure></select></span>"
         "<span class='steps dim'></span></header><div class=maprow><ul></ul>"
         "<canvas class=map></canvas></div><div class=legend><span class=low></span>"

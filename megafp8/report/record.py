@@ -25,6 +25,7 @@ from megafp8.foreign import (
     read_json,
     read_yaml_text,
 )
+from megafp8.observe.experts import EXPERTS_FILE
 from megafp8.observe.health import HEALTH_FILE, NO_RECORD, HealthRecord, record_of
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.runs.find import (
@@ -38,7 +39,7 @@ from megafp8.runs.find import (
 )
 from megafp8.runs.lock import is_locked
 
-HEALTH_COLUMNS = 120  # the most log steps whose FP8 health is read, evenly spread over the run
+MOST_STEPS = 120  # whose FP8 health and experts' tokens are read, evenly spread over the run
 TAIL_LINES = 15  # of console.log, shown for a run that failed
 MAX_STEP = 2**53
 LARGE = 1e100  # a larger number is shown as infinity, so that no mean or square overflows
@@ -60,7 +61,8 @@ class RunRecord:
         changed: The settings that are not the default job's: key, value, origin, default.
         metrics: The lines of logged steps, in the order of their steps.
         validations: The lines of validations.
-        health: Lines of health.jsonl, at most `HEALTH_COLUMNS`.
+        health: Lines of health.jsonl, at most `MOST_STEPS`.
+        experts: Lines of experts.jsonl, at most as many.
         events: Starts, saves, warnings and the end, in the order of their times.
         samples: Texts that the model wrote.
         summary: The figures of the run's end.
@@ -77,6 +79,7 @@ class RunRecord:
     metrics: Sequence[Line] = ()
     validations: Sequence[Line] = ()
     health: Sequence[Line] = ()
+    experts: Sequence[Line] = ()
     events: Sequence[Line] = ()
     samples: Sequence[Line] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -144,7 +147,8 @@ def read_run(path: Path, status: str | None = None) -> RunRecord:
     starts = [event for event in events if event.get("kind") == "start"]
     settings = starts[-1].get("settings") if starts else None
     changed = (settings if isinstance(settings, dict) else summary).get("non_default")
-    health = _spread(path / HEALTH_FILE, problems)
+    health = _spread(path / HEALTH_FILE, "tensors", problems)
+    experts = _spread(path / EXPERTS_FILE, "tokens", problems)
     samples = _lines(path / SAMPLES_FILE, problems)
     status = status or _status(path, events, problems)
     return RunRecord(
@@ -159,6 +163,7 @@ def read_run(path: Path, status: str | None = None) -> RunRecord:
         metrics=[line for line in lines if _is_number(line.get("loss"))],
         validations=[line for line in lines if _is_number(line.get("val_loss"))],
         health=health,
+        experts=experts,
         events=events,
         samples=samples,
         summary=summary,
@@ -257,21 +262,22 @@ def _lines(path: Path, problems: list[str], *, must: bool = False) -> list[Line]
     return _parsed(path.name, raw, problems)
 
 
-def _spread(path: Path, problems: list[str]) -> list[Line]:
-    """Return spread lines of a file that may be large; the last line is one of them."""
+def _spread(path: Path, key: str, problems: list[str]) -> list[Line]:
+    """Return spread lines of a file that may be large, with their step and an object under a key.
+
+    The last line is one of them.
+    """
     try:
         raw = read_bytes(path, MAX_LINES_BYTES).splitlines()
     except FileNotFoundError:
-        return []  # a run without FP8 has no such file
+        return []  # a run without FP8, or without experts, has no such file
     except (OSError, ForeignFileError) as error:
         problems.append(f"{path.name} cannot be read ({error})")
         return []
-    raw = thinned(raw, HEALTH_COLUMNS, lambda line: b'"snr_db"' in line)
+    raw = thinned(raw, MOST_STEPS, lambda line: b'"snr_db"' in line)
     lines = _parsed(path.name, raw, problems)
     return [
-        line
-        for line in lines
-        if isinstance(line.get("tensors"), dict) and _is_step(line.get("step"))
+        line for line in lines if isinstance(line.get(key), dict) and _is_step(line.get("step"))
     ]
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from megafp8.checkpoint.step_directories import step_of, steps, were_set_aside
 from megafp8.errors import RunError
 from megafp8.files import read_json_object, write_json_atomically
+from megafp8.observe.experts import EXPERTS_FILE
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.observe.metrics import read_metrics
 from megafp8.runs.find import CHECKPOINTS_DIR, METRICS_NAME, RECORD_NAME, SUMMARY_NAME
 
 SAVES = "saves"  # the key of run.json
-_OF_STEPS = (METRICS_NAME, HEALTH_FILE)  # a run that continues drops their later lines
+_OF_STEPS = (METRICS_NAME, HEALTH_FILE, EXPERTS_FILE)  # a run that continues drops later lines
 _LOGS = (*_OF_STEPS, EVENTS_FILE, SAMPLES_FILE, CONSOLE_FILE)
 _GAPS_NAMED = 4
 Sizes = Mapping[str, int]

@@ -18,6 +18,7 @@ from megafp8.data.named_tokenizers import TOKENIZER_CONFIG
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import RunError
 from megafp8.files import read_json_object
+from megafp8.observe.experts import EXPERTS_FILE
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, METRICS_NAME, RECORD_NAME
@@ -25,7 +26,7 @@ from megafp8.runs.lock import LOCK_NAME
 from megafp8.runs.restarts import RECORD as RESTARTS_NAME
 from megafp8.runs.tokenizer import KEPT
 
-LOGS = (METRICS_NAME, HEALTH_FILE)
+LOGS = (METRICS_NAME, HEALTH_FILE, EXPERTS_FILE)
 """The files in which a run records its steps."""
 
 MADE_AT_THE_START = (

@@ -13,7 +13,7 @@ from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import StepReport
 from megafp8.observe.curve import logged_curve
-from megafp8.observe.experts import UPDATES, loads_of, of_model, scalars
+from megafp8.observe.experts import UPDATES, loads_of, of_model, scalars, tokens_of
 from megafp8.observe.flops import flops_per_token
 from megafp8.observe.units import plural
 from megafp8.observe.utilization import utilization
@@ -282,6 +282,8 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         values[UPDATES] = run.health.least_updates
     if run.metrics is not None:
         run.metrics.log({"step": state.step, **values})
+    if run.experts is not None:
+        run.experts.log({"step": state.step, "tokens": tokens_of(result.tokens_of_experts)})
     run.trackers.log(state.step, values)
     run.saver.metrics["reduced_train_loss"] = result.loss
 
@@ -430,6 +432,8 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
                 run.metrics.rewind(run.state.step)
                 window = run.spec.train.log_every_n_steps
                 run.curve = logged_curve(run.metrics.path, run.state.step, window)
+            if run.experts is not None:
+                run.experts.rewind(run.state.step)
             run.health.rewind(run.state.step)
             run.trackers.rewind(run.state.step)
             run.console.warn(f"{finding}; going back to step {run.state.step}")

@@ -23,6 +23,7 @@ from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import expanded
 from megafp8.observe.console import Console
 from megafp8.observe.curve import logged_curve
+from megafp8.observe.experts import EXPERTS_FILE
 from megafp8.observe.journal import JournaledConsole
 from megafp8.observe.live import open_console
 from megafp8.observe.memory import PeakMemory
@@ -313,9 +314,9 @@ def open_run(
     on_main(mesh, lambda: _keep_tokenizer(path, spec, data))
     if state.phases:  # the run may continue in another precision than it began in
         share = share_of(spec, state)
-    logs: list[tuple[MetricsFile | None, CompositeTracker]] = []
+    logs: list[Logs] = []
     on_main(mesh, lambda: logs.append(_open_logs(path, spec, state, console)))
-    metrics, trackers = logs[0] if mesh.is_main else (None, CompositeTracker([]))
+    metrics, experts, trackers = logs[0] if mesh.is_main else (None, None, CompositeTracker([]))
     files_of_health = path if mesh.is_main else None
     run = Run(
         spec=spec,
@@ -324,6 +325,7 @@ def open_run(
         saver=saver,
         console=console,
         metrics=metrics,
+        experts=experts,
         trackers=trackers,
         stop=stop,
         limit=TimeLimit(spec.train.max_time_seconds, began),
@@ -435,11 +437,18 @@ def _background_saver(saver: Saver, state: TrainState) -> BackgroundSaver:
         ) from error
 
 
-def _open_logs(
-    path: Path, spec: RunSpec, state: TrainState, console: Console
-) -> tuple[MetricsFile, CompositeTracker]:
-    """Return the metrics file and the trackers of the rank that writes them."""
-    metrics = MetricsFile(path / METRICS_NAME, resume_step=state.step, warn=console.warn)
+Logs = tuple[MetricsFile | None, MetricsFile | None, CompositeTracker]
+"""The files of metrics and of experts, and the trackers; None where there is no such file."""
+
+
+def _open_logs(path: Path, spec: RunSpec, state: TrainState, console: Console) -> Logs:
+    """Open the logs of the rank that writes them."""
+
+    def open_file(name: str) -> MetricsFile:
+        return MetricsFile(path / name, resume_step=state.step, warn=console.warn)
+
+    metrics = open_file(METRICS_NAME)
+    experts = open_file(EXPERTS_FILE) if state.model.spec.has_experts else None
     trackers = open_trackers(
         spec.observe,
         path,
@@ -449,4 +458,4 @@ def _open_logs(
         say=console.event,
         warn=console.warn,
     )
-    return metrics, trackers
+    return metrics, experts, trackers

@@ -35,6 +35,7 @@ class Run:
     saver: Saver
     console: Console
     metrics: MetricsFile | None  # None on all ranks but the main one
+    experts: MetricsFile | None  # the tokens of each expert; None also without experts
     trackers: CompositeTracker
     stop: StopRequest
     limit: TimeLimit
@@ -57,8 +58,9 @@ class Run:
 
     def close(self) -> None:
         """Close the files that this process writes, other than checkpoints."""
-        if self.metrics is not None:
-            self.metrics.close()
+        for file in (self.metrics, self.experts):
+            if file is not None:
+                file.close()
         self.health.close()
         if self.waiting is not None:
             self.waiting.close()

@@ -16,7 +16,7 @@ import pytest
 from megafp8.cli import report
 from megafp8.report.curves import Curve, charts, heat_maps, points
 from megafp8.report.page import differing_settings, run_page, runs_page
-from megafp8.report.record import HEALTH_COLUMNS, read_run
+from megafp8.report.record import MOST_STEPS, read_run
 from megafp8.report.writer import REPORT_FILE, Reporter
 from megafp8.runs.lock import RunLock
 from tests.report.made import NAMES, loss_at, make_run
@@ -53,7 +53,7 @@ def test_the_page_of_a_run_has_its_figures(tmp_path: Path) -> None:
     assert training["y"] == [float(f"{loss_at(step):.5g}") for step in training["x"]]
     assert (validation["x"], validation["y"]) == ([100], [2.2345])
     assert "model FLOPs utilization (MFU), %" in [chart["title"] for chart in data["charts"]]
-    heat = data["heat"]
+    heat = data["heats"]["health"]
     assert heat["rows"] == ["0.attention.qkv", "0.mlp.fc1", "1.attention.qkv", "1.mlp.fc1"]
     underflow = heat["maps"]["input"]["underflow"]
     assert underflow[3][-1] == pytest.approx(10.0)  # percent
@@ -81,7 +81,7 @@ def test_a_large_run_stays_below_one_mebibyte(tmp_path: Path) -> None:
             line = {"step": step, "loss": 3.0 + 1 / (1 + step), "grad_norm": 0.123456, "lr": 1e-3}
             file.write(json.dumps({**line, "tokens_per_second": 1e6 + step}) + "\n")
     run = read_run(path)
-    assert len(run.health) == HEALTH_COLUMNS and run.health[-1]["step"] == 124
+    assert len(run.health) == MOST_STEPS and run.health[-1]["step"] == 124
     heat = heat_maps(run)
     assert heat is not None and heat["rows_are"] == "layers"
     assert heat["rows"] == [str(layer) for layer in range(96)]

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megafp8.observe.experts import ExpertLoad, layer_of, loads_of, of_model, scalars, summary_of
+from megafp8.observe.experts import (
+    EXPERTS_FILE,
+    ExpertLoad,
+    layer_of,
+    loads_of,
+    of_model,
+    scalars,
+    summary_of,
+)
 from megafp8.report.page import run_page
 from megafp8.report.record import read_run
+from tests.report.made import make_run
 from tests.report.test_report import data_of, text_of
 from tests.train.runs import Place
 
@@ -17,6 +28,11 @@ EXPERTS = [
     "model.num_moe_experts=8", "model.moe_layer_freq=[0,1]", "model.bias=False",
     "model.moe_aux_loss_coeff=0.01", "model.moe_z_loss_coeff=0.001", "model.ffn_dropout=0.0",
 ]  # fmt: skip
+TOKENS = 128  # of a step
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_loads_are_of_layers_with_experts() -> None:
@@ -52,11 +68,23 @@ def test_a_run_shows_its_experts(place: Place) -> None:
                     "experts/layer_1/load_max", "experts/layer_1/empty"}  # fmt: skip
     updates = [row["experts/least_updates"] for row in steps]
     assert updates == sorted(updates) and 0 < updates[-1] <= 8  # two microbatches a step
+    lines = read_lines(place.dir() / EXPERTS_FILE)
+    assert [line["step"] for line in lines] == [row["step"] for row in steps]
+    for row, line in zip(steps, lines, strict=True):
+        assert set(line["tokens"]) == {"1"}  # layer 0 is dense
+        tokens = line["tokens"]["1"]
+        assert max(tokens) / 2 / TOKENS * 8 == row["experts/layer_1/load_max"]
+        assert (len(tokens), sum(tokens)) == (8, 2 * TOKENS)  # a token visits 2 of 8
     summary = json.loads((place.dir() / "summary.json").read_text())
     text = f"rarest history of an input: {updates[-1]:.0f} updates; MFU counts"
     assert text in summary["experts"] and f"experts  {summary['experts']}" in done.output
 
     page = run_page(read_run(place.dir()))
+    loads = data_of(page)["heats"]["experts"]
+    assert loads["rows"] == [f"expert {number}" for number in range(8)]
+    expected = [line["tokens"]["1"][5] * 4 / TOKENS for line in lines]
+    assert loads["maps"]["layer 1"]["load"][5] == pytest.approx(expected, abs=5e-4)
+    assert loads["steps"] == [1, 2, 3, 4] and "map-experts" in page
     titles = [chart["title"] for chart in data_of(page)["charts"]]
     assert [title for title in titles if "expert" in title or "router" in title] == [
         "balance of the router (aux_loss, 1 is even)",
@@ -69,12 +97,35 @@ def test_a_run_shows_its_experts(place: Place) -> None:
         assert words in text_of(page), words
     assert f"<td class=number>1<td class=number>{steps[-1]['experts/load_max']:.2f}" in page
 
+    with open(place.dir() / EXPERTS_FILE, "a") as file:  # a step that is trained again
+        file.write(json.dumps({"step": 5, "tokens": {"1": [0] * 8}}) + "\n")
+    assert place.run(*EXPERTS, "trainer.max_steps=5", "trainer.val_check_interval=5").code == 0
+    *before, last = read_lines(place.dir() / EXPERTS_FILE)
+    assert before == lines and last["step"] == 5 and sum(last["tokens"]["1"]) == 2 * TOKENS
+
     done = place.run(*short, "exp_manager.name=dense")
     assert done.code == 0, done.output
     dense = {key for row in place.metrics("dense") for key in row}
     assert dense == {key for row in place.metrics() for key in row} - keys - {"aux_loss", "z_loss"}
     assert not re.search("fullest|experts|active", done.output)
-    assert "Experts" not in text_of(run_page(read_run(place.dir("dense"))))
+    dense_page = run_page(read_run(place.dir("dense")))
+    assert "Experts" not in text_of(dense_page) and "experts" not in data_of(dense_page)["heats"]
+    assert not (place.dir("dense") / EXPERTS_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        {"1": [1, 2, 3]}, {"1": [1, -2, 3, 4]}, {"1": [1.5, 1, 1, 1]}, {"1": "many"},
+        {"1": [0, 0, 0, 0]}, {"1": [True, 1, 1, 1]}, {"one": [1, 1, 1, 1]}, {}, {"1": [[1]] * 4},
+    ],
+)  # fmt: skip
+def test_the_map_leaves_out_counts_that_are_none(tmp_path: Path, tokens: object) -> None:
+    good = {"step": 1, "tokens": {"1": [4, 0, 2, 2]}}
+    with open(make_run(tmp_path / "run") / EXPERTS_FILE, "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in (good, {"step": 2, "tokens": tokens}))
+    maps = data_of(run_page(read_run(tmp_path / "run")))["heats"]["experts"]["maps"]
+    assert maps == {"layer 1": {"load": [[2.0, None], [0.0, None], [1.0, None], [1.0, None]]}}
 
 
 @pytest.mark.parametrize("key", ["experts/layer_x/empty", "experts/layer_1234567/empty", "loss"])
