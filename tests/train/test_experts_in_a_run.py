@@ -97,11 +97,15 @@ def test_a_run_shows_its_experts(place: Place) -> None:
         assert words in text_of(page), words
     assert f"<td class=number>1<td class=number>{steps[-1]['experts/load_max']:.2f}" in page
 
-    with open(place.dir() / EXPERTS_FILE, "a") as file:  # a step that is trained again
+    with open(place.dir() / EXPERTS_FILE, "a") as file:  # step 5, which is trained again
         file.write(json.dumps({"step": 5, "tokens": {"1": [0] * 8}}) + "\n")
-    assert place.run(*EXPERTS, "trainer.max_steps=5", "trainer.val_check_interval=5").code == 0
-    *before, last = read_lines(place.dir() / EXPERTS_FILE)
-    assert before == lines and last["step"] == 5 and sum(last["tokens"]["1"]) == 2 * TOKENS
+    longer = ["trainer.max_steps=6", "trainer.val_check_interval=6"]
+    back = "trainer.nonfinite_policy=rollback"
+    done = place.run(*EXPERTS, *longer, back, fault=["nan_gradient", "final_norm.weight", [6], 1])
+    assert done.code == 0 and "going back to step 4" in done.output, done.output
+    after = read_lines(place.dir() / EXPERTS_FILE)
+    assert after[:4] == lines and [line["step"] for line in after[4:]] == [5, 6]
+    assert all(sum(line["tokens"]["1"]) == 2 * TOKENS for line in after)
 
     done = place.run(*short, "exp_manager.name=dense")
     assert done.code == 0, done.output
