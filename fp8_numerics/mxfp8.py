@@ -26,7 +26,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Fp8Format = E4M3) -> tuple[torch.Tens
     The values are the numbers times the scales.
 
     Raises:
-        TypeError: `fmt` is no format.
+        TypeError: `fmt` is no format, or `x_MK` is neither FP32, BF16 nor FP16.
         ValueError: `x_MK` is no matrix, or 32 does not divide K.
     """
     if not isinstance(x_MK, torch.Tensor) or x_MK.dim() != 2 or x_MK.shape[1] % BLOCK:
@@ -34,7 +34,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Fp8Format = E4M3) -> tuple[torch.Tens
             f"x is {described(x_MK)}, and not a matrix whose rows are whole blocks of {BLOCK}: "
             "fill them up with zeros"
         )
-    tiles = x_MK.float().unflatten(1, (-1, BLOCK))
+    tiles = widened(x_MK, "x").unflatten(1, (-1, BLOCK))
     amax = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(-1)
     inverse, scale = scales_of(amax, fmt)
     payload = (tiles * inverse[..., None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)

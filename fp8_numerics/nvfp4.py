@@ -47,7 +47,7 @@ def quantize_blocks(
     the tensor's amax; without it the rule is the one above.
 
     Raises:
-        TypeError: `amax` or `byte` has another dtype.
+        TypeError: `x_MK`, `amax` or `byte` has another dtype.
         ValueError: `x_MK` is no matrix of whole blocks, or `amax` or `byte` has another shape.
     """
     is_matrix = isinstance(x_MK, torch.Tensor) and x_MK.dim() == 2
@@ -64,7 +64,7 @@ def quantize_blocks(
         raise TypeError(f"byte is {described(byte)}, and random bytes are torch.uint8")
     if byte is not None and byte.shape != x_MK.shape:
         raise ValueError(f"byte is {described(byte)}, and each element of {[m, k]} has one")
-    tiles = x_MK.float().reshape(m // rows, rows, k // BLOCK, BLOCK)
+    tiles = widened(x_MK, "x").reshape(m // rows, rows, k // BLOCK, BLOCK)
     factor = encoding(amax)
     of_block = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax((1, 3))
     wide = (scale_of or _times_sixth)(of_block, factor).clamp_(max=LARGEST_E4M3)

@@ -59,16 +59,16 @@ def scale_of_amax_torchao(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) 
     return torch.where(amax.isfinite(), scale, torch.ones_like(scale))
 
 
-def widened(amax: torch.Tensor) -> torch.Tensor:
-    """Return amaxes in FP32; those in BF16 and FP16 stay the same numbers.
+def widened(x: torch.Tensor, name: str = "amax") -> torch.Tensor:
+    """Return amaxes, or what `name` says, in FP32; those in BF16 and FP16 stay the same numbers.
 
     Raises:
         TypeError: They have another dtype, whose numbers FP32 may not hold.
     """
-    dtype = getattr(amax, "dtype", None)
+    dtype = getattr(x, "dtype", None)
     if dtype not in DTYPE_NAMES:
-        raise TypeError(f"amax is {described(amax)}, and rules read torch.float32: amax.float()")
-    return amax if dtype == torch.float32 else amax.float()
+        raise TypeError(f"{name} is {described(x)}, and rules read torch.float32: {name}.float()")
+    return x if dtype == torch.float32 else x.float()
 
 
 def power_2_below(scale: torch.Tensor) -> torch.Tensor:

@@ -605,6 +605,8 @@ ONE, fp4, mx = torch.ones(()), nvfp4.quantize_blocks, mxfp8.quantize_rows
         (lambda x: mx(x[:, :48]), r"x is torch.float32 \[4, 48\], .* of 32: fill"),
         (lambda x: mx(x[0]), r"x is torch.float32 \[64\]"),
         (lambda x: mx(x.numpy()), "x is of type numpy.ndarray"),
+        (lambda x: mx(x.double()), r"x is torch.float64 \[4, 64\], and rules read .*: x.float\(\)"),
+        (lambda x: fp4(x.double(), 1, ONE, None), r"x is torch.float64 .*: x.float\(\)"),
         (lambda x: fp4(x[:, :40], 1, ONE, None), r"\[4, 40\], .*of 1 x 16: fill"),
         (lambda x: fp4(x, 16, ONE, None), r"\[4, 64\], .*of 16 x 16: fill"),
         (lambda x: fp4(x, 1, x[:, 0], None), r"amax .*\[4\].* row, \[4, 1\]$"),
