@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megafp8.specs.precision import GEMMS, PrecisionChange
-from megafp8.specs.recipes import HIGH_PRECISION, RECIPES, names_code, problem
+from megafp8.specs.recipes import HIGH_PRECISION, names_code, problem
 from megafp8.specs.traits import GemmName
 
 SCHEDULE = "model.precision_schedule"
@@ -67,11 +67,8 @@ def _entry_problem(entry: object) -> str | None:
     recipe = entry["recipe"]
     if recipe in (BF16, HIGH_PRECISION) or names_code(recipe):
         return None
-    if (reason := problem(recipe)) is not None:
-        close = difflib.get_close_matches(str(recipe), (*RECIPES, BF16), n=1)
-        others = f", and {BF16}" if isinstance(recipe, str) else "; write a recipe's name"
-        meant = f"; did you mean {close[0]}?" if close else others
-        return f"has recipe: {reason}{meant}"
+    if (reason := problem(recipe, (HIGH_PRECISION, BF16))) is not None:
+        return f"has recipe: {reason}"
     return None
 
 

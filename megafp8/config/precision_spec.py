@@ -102,7 +102,7 @@ def settings_recipe(values: Values) -> Fp8Recipe:
     precise = dict(zip(GEMMS, split_accumulator(values), strict=True))
     # Only here does the format of linears under other recipes not follow from the main recipe's.
     has_choice = recipes_where(recipes_in(values), lambda other: not other.is_e4m3)
-    asks_of_others = values["model.fp8_e4m3"] and traits.is_e4m3 and has_choice
+    of_others = _asked_format(values) if traits.is_e4m3 and has_choice else None
     return Fp8Recipe(
         **spec_fields("precision.fp8", values),
         name=name,
@@ -112,7 +112,7 @@ def settings_recipe(values: Values) -> Fp8Recipe:
         high_precision_gemms=_high_precision_gemms(values),
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
         modules=module_rules(values, off),
-        modules_backward_format="e4m3" if asks_of_others else None,
+        modules_backward_format=of_others,
     )
 
 
@@ -121,10 +121,14 @@ def gradient_format(values: Values, traits: Traits) -> FormatName:
 
     Without `fp8_e4m3` and `fp8_hybrid`, or if the recipe has it not, it is the recipe's first.
     """
+    asked, first = _asked_format(values), traits.backward_formats[0]
+    return first if asked is None or asked not in traits.backward_formats else asked
+
+
+def _asked_format(values: Values) -> FormatName | None:
+    """Return the format of output gradients that `fp8_e4m3` and `fp8_hybrid` ask for, if any."""
     e4m3, hybrid = values["model.fp8_e4m3"], values["model.fp8_hybrid"]
-    first = traits.backward_formats[0]
-    wanted: FormatName = "e4m3" if e4m3 else "e5m2" if hybrid or e4m3 is False else first
-    return wanted if wanted in traits.backward_formats else first
+    return "e4m3" if e4m3 else "e5m2" if hybrid or e4m3 is False else None
 
 
 def module_rules(values: Values, off: tuple[str, ...] = ()) -> tuple[ModuleRule, ...]:

@@ -120,7 +120,8 @@ def canonical(settings: Values, accelerator_available: Callable[[], bool]) -> di
         traits = find_recipe(values["model.fp8_recipe"]).traits
         is_e4m3 = gradient_format(values, traits) == "e4m3"
         # A schedule or single linears may have a recipe with two formats beside one with E4M3.
-        has_choice = recipes_where(recipes_in(values), lambda traits: not traits.is_e4m3)
+        others = set(recipes_in(values)) - {values["model.fp8_recipe"]}
+        has_choice = recipes_where(others, lambda traits: not traits.is_e4m3)
         if bool(values["model.fp8_e4m3"]) == is_e4m3 or not (values[SCHEDULE] or has_choice):
             values |= {"model.fp8_e4m3": is_e4m3, "model.fp8_hybrid": not is_e4m3}
     on_cpu = values["trainer.accelerator"] == "cpu"

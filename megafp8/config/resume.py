@@ -27,10 +27,10 @@ from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
 from megafp8.config.values import (
+    in_effect,
     named_linears,
     parse_modules,
     split_accumulator,
-    without_effect,
 )
 from megafp8.specs.optim import OPTIMIZERS
 from megafp8.specs.recipes import HIGH_PRECISION, problem
@@ -59,7 +59,7 @@ _FILES_OF_DATA = (
 of the content, which is compared when it is loaded."""
 
 _OF_THE_RECIPE = ("model.fp8_e4m3", "model.fp8_hybrid")
-"""Keys that differ because the recipe does, if they are not given."""
+"""Keys that mostly differ because the recipe does: a difference of recipes is named alone."""
 _PLACES = ("exp_manager.exp_dir", "exp_manager.name", "exp_manager.explicit_log_dir")
 
 _PLAIN_WORD = re.compile(r"(?!(true|false|null|nan|inf|infinity)$)[a-z]\w*", re.IGNORECASE)
@@ -263,10 +263,7 @@ def _word(value: Any) -> str:
 
 def _rules_in_effect(rules: Any, values: Values) -> Any:
     """Return the rules of `fp8_modules` without those that decide about no linear."""
-    if not isinstance(rules, (list, tuple)):
-        return rules
-    idle = without_effect(rules, named_linears(values))
-    return [rule for rule in rules if rule not in idle]
+    return in_effect(rules, named_linears(values)) if isinstance(rules, (list, tuple)) else rules
 
 
 def _is_fixed(key: str) -> bool:

@@ -298,7 +298,7 @@ def modules_problem(value: object) -> str | None:
     if rules is None:
         return "must be a list of PATTERN:CHOICE"
     named = {rule.precision for rule in rules if not names_code(rule.precision)}
-    reasons = (problem(name) for name in sorted(named - {HIGH_PRECISION}))
+    reasons = (problem(name, (HIGH_PRECISION,)) for name in sorted(named - {HIGH_PRECISION}))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -324,21 +324,28 @@ def named_linears(values: Mapping[str, Any]) -> list[str]:
     return linear_names(range(layers), moe)
 
 
-def without_effect(value: object, names: Sequence[str]) -> dict[str, str | None]:
-    """Return the entries of `fp8_modules` that decide about none of a model's linears.
+def without_effect(value: object, names: Sequence[str]) -> dict[int, str | None]:
+    """Return the places of the entries of `fp8_modules` that decide about none of the linears.
 
     Each has the earlier pattern that decides about one which its own matches, or None where its
     own matches no linear. None are returned where no names are known.
     """
-    rules = parse_modules(value) or ()
-    entries = value if isinstance(value, (list, tuple)) and names else ()
-    found: dict[str, str | None] = {}
-    for index, (entry, rule) in enumerate(zip(entries, rules, strict=False)):
-        matched = [name for name in names if rule.matches(name)]
-        earlier = [next((r for r in rules[:index] if r.matches(n)), None) for n in matched]
-        if None not in earlier:
-            found[str(entry)] = earlier[0].pattern if earlier and earlier[0] else None
+    found: dict[int, str | None] = {}
+    undecided, decided = list(names), dict[str, str]()
+    for place, rule in enumerate(parse_modules(value) or () if names else ()):
+        taken = [name for name in undecided if rule.matches(name)]
+        if not taken:
+            found[place] = next((by for name, by in decided.items() if rule.matches(name)), None)
+            continue
+        decided |= dict.fromkeys(taken, rule.pattern)
+        undecided = [name for name in undecided if name not in decided]
     return found
+
+
+def in_effect(rules: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the entries of `fp8_modules` that decide about one of the linears."""
+    idle = without_effect(rules, names)
+    return [rule for place, rule in enumerate(rules) if place not in idle]
 
 
 def parse_layout(value: object) -> tuple[int, ...] | None:

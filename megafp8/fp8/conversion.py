@@ -48,7 +48,7 @@ from megafp8.fp8.experts import (
     named,
     why_refused,
 )
-from megafp8.fp8.recipe_settings import checked_recipe
+from megafp8.fp8.recipe_settings import checked_recipe, recipe_named
 from megafp8.fp8.rows import why_rows_differ
 from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.fp8.state import Fp8State
@@ -397,7 +397,9 @@ def _unfit(
     unfit = [n for n in linears if any(size == 0 or size % multiples[n] for size in sizes[n])]
     more = f"; the sizes of {len(unfit) - 1} more do not fit" if len(unfit) > 1 else ""
     pads = all(find_recipe(precisions[n]).traits.pads for n in unfit)
-    padded = f"dataclasses.replace(fp8.recipe_named({recipe.name!r}), pad_inner_dim=True)"
+    is_named = recipe == recipe_named(recipe.name)
+    given = f"fp8.recipe_named({recipe.name!r})" if is_named else "recipe"
+    padded = f"dataclasses.replace({given}, pad_inner_dim=True)"
     remedy = f"Use {padded if pads else 'another recipe'}, or other sizes"
     return {
         name: (

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,14 @@ class Fp8Error(UserError):
         self.subject, self.reason, self.hint = subject, reason, hint
 
 
+class _Depth(threading.local):
+    depth = 0
+
+
+MULTIPLYING = _Depth()
+"""How many linears, of any model, cast and multiply in this thread just now."""
+
+
 @dataclass
 class Shared:
     """Hold what all converted linears of one model share: scales, counts, the current phase."""
@@ -69,7 +78,6 @@ class Shared:
     knows_callback: bool = False  # a Trainer without our callback was shown it
     of_heads: Counter[str] = field(default_factory=Counter)  # the FLOPs of output layers
     is_copy: bool = False  # copied or pickled with its model, while the state stayed behind
-    num_multiplying: ClassVar[int] = 0  # linears, of any model, that cast and multiply just now
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Take over what copy or pickle kept; a copy made of the state as well adopts it."""
@@ -141,11 +149,11 @@ class Shared:
     def multiplying(self, bound: Bound) -> Iterator[None]:
         """Enclose what a linear casts and multiplies; count apart what an output layer does."""
         before = self.counter.by_precision() if bound.is_head else {}
-        Shared.num_multiplying += 1
+        MULTIPLYING.depth += 1
         try:
             yield
         finally:
-            Shared.num_multiplying -= 1
+            MULTIPLYING.depth -= 1
             if bound.is_head:
                 self.of_heads.update(self.counter.by_precision())
                 self.of_heads.subtract(before)

@@ -14,7 +14,7 @@ from torch import nn
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.triton_launch import on_device_of
 from megafp8.fp8.census import Census, names, patterns_of
-from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
+from megafp8.fp8.converted import MULTIPLYING, Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
 from megafp8.fp8.reads import Reads
@@ -337,7 +337,7 @@ class Fp8State:
         modules = dict(self._model.named_modules())
         heads = [getattr(modules.get(n), "weight", None) for n in self._census.output_layers]
         weights_of_heads = [w for w in heads if type(w) is nn.Parameter]
-        return Reads(plain, weights, weights_of_heads, lambda: Shared.num_multiplying > 0)
+        return Reads(plain, weights, weights_of_heads, lambda: MULTIPLYING.depth > 0)
 
     def _ran(self) -> dict[str, int]:
         """Return the FLOPs that converted linears ran but output layers, by precision."""

@@ -200,7 +200,7 @@ def continued(start: Start, given: Sequence[str], source: Source) -> Comparison:
         return Configuration(label, name, chosen, source.load(chosen, _gpu_available).values)
 
     base = configuration(BASELINE, PRECISIONS.get(name, name), [{"recipe": HIGH_PRECISION}])
-    other = configuration(GIVEN, _name(values, GIVEN), [])
+    other = configuration(GIVEN, _name(values, GIVEN) + _with_rules(values), [])
     return Comparison(base, (other,), start=start)
 
 

@@ -21,7 +21,7 @@ from megafp8.config.overrides import quoted
 from megafp8.config.own_recipes import MODULES
 from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.precision_spec import settings_recipe
-from megafp8.config.values import named_linears, without_effect
+from megafp8.config.values import in_effect, named_linears
 from megafp8.jobs.comparison import pairs_of
 from megafp8.jobs.configurations import Comparison, Configuration
 from megafp8.jobs.job import Job
@@ -126,8 +126,7 @@ def setting_of(parts: Sequence[str], values: Mapping[str, Any], start: Start | N
 
 def _modules(rules: Sequence[str], values: Mapping[str, Any]) -> str:
     """Return the setting of rules, without those that earlier ones leave no linear."""
-    idle = without_effect(rules, named_linears(values))
-    return f"{MODULES}=[{','.join(quoted(rule) for rule in rules if rule not in idle)}]"
+    return f"{MODULES}=[{','.join(map(quoted, in_effect(rules, named_linears(values))))}]"
 
 
 def _setting_of_one(part: str, values: Mapping[str, Any], start: Start | None) -> str:

@@ -61,15 +61,16 @@ def load_maps(run: RunRecord) -> dict[str, Any] | None:
         {layer for line in lines for layer in line if _NUMBER.fullmatch(layer)}, key=int
     )
     sizes = {len(c) for line in lines for layer in layers if isinstance(c := line.get(layer), list)}
-    if not layers or not sizes:
-        return None
-    rows = range(max(sizes))
-    most = max(10, MOST_CELLS // (len(layers) * len(rows)))
+    rows = range(max(sizes, default=0))
+    most = max(10, MOST_CELLS // max(1, len(layers) * len(rows)))
     kept = thinned(run.experts, most, lambda _: False)
     maps = {}
-    for layer in layers:
+    for layer in layers if rows else ():
         columns = [_loads(line["tokens"].get(layer), len(rows)) for line in kept]
-        maps[f"layer {layer}"] = {"load": [[column[row] for column in columns] for row in rows]}
+        if any(column[0] is not None for column in columns):
+            maps[f"layer {layer}"] = {"load": [[column[row] for column in columns] for row in rows]}
+    if not maps:
+        return None
     return {
         "steps": [line["step"] for line in kept],
         "rows": [f"expert {row}" for row in rows],

@@ -123,11 +123,17 @@ class Fp8Recipe:
         return wanted if wanted in formats else formats[0]
 
     @property
+    def histories(self) -> dict[RecipeName, FormatName]:
+        """Return the recipes whose scales follow from histories, and the formats of gradients."""
+        known = (name for name in sorted(self.names) if problem(name) is None)
+        found = (name for name in known if find_recipe(name).traits.has_history)
+        return {name: self.gradients_in(name) for name in found}
+
+    @property
     def gradients_with_history(self) -> FormatName:
         """Return the format of the output gradients whose scales follow from histories."""
-        known = (name for name in self.names if problem(name) is None)
-        found = sorted(name for name in known if find_recipe(name).traits.has_history)
-        return self.gradients_in(self.name if self.name in found or not found else found[0])
+        formats = self.histories
+        return formats.get(self.name, next(iter(formats.values()), self.backward_format))
 
     def draws_in(self, linears: Iterable[str]) -> bool:
         """Whether casts of one of the linears of these names draw random numbers."""

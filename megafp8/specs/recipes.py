@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +45,10 @@ _loaded: dict[str, Recipe] = {}
 
 class RecipeError(Exception):
     """A recipe that cannot be found or used; the message begins with its name."""
+
+
+class _NoRecipeError(RecipeError):
+    pass
 
 
 def find_recipe(name: str) -> Recipe:
@@ -89,12 +93,17 @@ def label_of(name: str) -> str:
     return recipe.__name__ if source is None else f"{recipe.__name__} ({Path(source).name})"
 
 
-def problem(name: object) -> str | None:
-    """Return why a value does not name a recipe that can be found, or None if it does."""
+def problem(name: object, beside: Sequence[str] = ()) -> str | None:
+    """Return why a value does not name a recipe that can be found, or None if it does.
+
+    `beside` are words that mean something else in its place.
+    """
     if not isinstance(name, str):
-        return f"{name!r}: is no text"
+        return f"{name!r}: is no text; write a recipe's name"
     try:
         find_recipe(name)
+    except _NoRecipeError:
+        return _no_such_recipe(name, beside)
     except RecipeError as error:
         return str(error)
     return None
@@ -185,14 +194,18 @@ def switched_off(name: str, options: Iterable[str]) -> str:
 def _installed(name: str) -> Recipe:
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if name not in points:
-        choices = [choice for choice in (*RECIPES, HIGH_PRECISION) if choice != name]
-        close = difflib.get_close_matches(name, choices, n=1)
-        meant = f". Did you mean {close[0]}?" if close else ""
-        known = f"there are {', '.join(RECIPES)}, and code such as FILE.py:CLASS"
-        raise RecipeError(f"{name}: there is no such recipe{meant or ';'} {known}")
+        raise _NoRecipeError(_no_such_recipe(name))
     value = points[name].value
     target, _, wanted = value.partition(":")
     return _made(name, _class_in(name, _imported(name, target), wanted))
+
+
+def _no_such_recipe(name: str, beside: Sequence[str] = ()) -> str:
+    choices = (*RECIPES, *beside)
+    close = difflib.get_close_matches(name, choices, n=1)
+    meant = f"Did you mean {close[0]}? " if close else ""
+    known = f"There are {', '.join(choices)}, and code such as FILE.py:CLASS"
+    return f"{name}: there is no such recipe. {meant}{known}"
 
 
 def _imported(name: str, target: str) -> ModuleType:

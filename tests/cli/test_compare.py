@@ -694,8 +694,15 @@ def test_a_seed_that_is_given_twice_is_refused(
     assert "has a seed twice" in said
 
 
-def test_each_layer_stays_in_high_precision_once(made: list[Job]) -> None:
-    rules = "model.fp8_modules=['*.fc2:rowwise','layers.0.mlp.fc1:high_precision']"
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "['*.fc2:rowwise','layers.0.mlp.fc1:high_precision']",
+        "['layers.0.mlp.fc1:rowwise','layers.0.*:high_precision']",  # as the layer's own rule says
+    ],
+)
+def test_each_layer_stays_in_high_precision_once(made: list[Job], rules: str) -> None:
+    rules = f"model.fp8_modules={rules}"
     assert compare.main([*TWO_LAYERS, rules, "--each-layer", "--out", "out"]) == 0
     assert [job.label for job in made] == ["baseline", "given", "high-layers.0", "high-layers.1"]
     _, given, first, second = (run_spec(*job.overrides).precision.fp8 for job in made)

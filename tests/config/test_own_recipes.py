@@ -29,7 +29,7 @@ from megafp8.specs.recipes import (
 from megafp8.specs.traits import ROW, TENSOR, Scales, Traits, alike
 from scripts.packages import ROOT, sources
 from tests import te_sources
-from tests.config.helpers import the_problem
+from tests.config.helpers import run_spec, the_problem
 
 OWN = Path(__file__).parents[1] / "own_recipes"
 BLOCKS = f"{OWN}/blocks_of_32.py:BlocksOf32"
@@ -292,7 +292,7 @@ WRONG = {
     ),
     "line 1 of {file}); megafp8.te_cpu is te_cpu now": ("{file}", "import megafp8.te_cpu.wheel"),
     "megafp8.fp8.nowhere', line 1 of {file}). ": ("{file}", "import megafp8.fp8.nowhere"),
-    "delayd: there is no such recipe. Did you mean delayed? there are ": ("delayd", ""),
+    "delayd: there is no such recipe. Did you mean delayed? There are ": ("delayd", ""),
 }
 
 
@@ -416,3 +416,71 @@ def test_no_package_names_a_recipe() -> None:
     for name in ("accelerate", "megatron_modules"):
         found.pop(f"megafp8_migrate/{name}.py", None)
     assert [*found] == ["megafp8/specs/recipes.py"], found
+
+
+BOTH = SIMPLE.replace("is_simulated=True", "is_simulated=True, backward_formats={formats}")
+
+
+def written(folder: Path, *formats: str) -> str:
+    """Return the name of a recipe that has these formats of output gradients."""
+    file = folder / "formats.py"
+    file.write_text(BOTH.format(formats=formats), "utf-8")
+    return f"{file}:One"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.fp8_modules", "['layers.1.*:{own}']"),
+        ("model.precision_schedule", "[{{from: 0.5, modules: '*.fc2', recipe: '{own}'}}]"),
+    ],
+)
+def test_histories_of_two_formats_are_refused_before_a_run(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    """A phase would end the run in its middle, and a rule one pipeline stage alone."""
+    text, file = (OWN / "smoothed.py").read_text("utf-8"), tmp_path / "smoothed.py"
+    file.write_text(text.replace('("e5m2", "e4m3")', '("e4m3",)'), "utf-8")
+    given = ["model.fp8=True", f"{key}={value.format(own=f'{file}:Smoothed')}"]
+    found = the_problem(*given)
+    assert found.key == key and "or set model.fp8_e4m3=True" in found.hint
+    assert "Smoothed (smoothed.py) has them in e4m3" in found.reason
+    assert "delayed has them in e5m2" in found.reason
+    run_spec(*given, "model.fp8_e4m3=True")
+
+
+def test_a_format_that_is_asked_for_reaches_other_recipes_in_every_phase(tmp_path: Path) -> None:
+    own = written(tmp_path, "e4m3", "e5m2")
+    entries = f"[{{from: 0.3, recipe: mxfp8}}, {{from: 0.6, modules: '*.fc2', recipe: '{own}'}}]"
+    given = ["model.fp8=True", "model.fp8_recipe=tensorwise", f"model.precision_schedule={entries}"]
+    for setting, expected in (("model.fp8_hybrid=True", "e5m2"), ("model.fp8_e4m3=True", "e4m3")):
+        phases = run_spec(*given, setting).precision.schedule
+        assert [phase.recipe.gradients_in(own) for phase in phases] == [expected] * 3
+
+
+def test_equal_runs_of_a_recipe_that_names_e4m3_first_have_equal_settings(tmp_path: Path) -> None:
+    own = f"model.fp8_recipe={written(tmp_path, 'e4m3', 'e5m2')}"
+    both = [run_spec("model.fp8=True", own, *more) for more in ([], ["model.fp8_e4m3=True"])]
+    assert both[0].resolved == both[1].resolved
+    assert both[0].precision.fp8 == both[1].precision.fp8
+
+
+def test_e4m3_is_asked_of_the_main_recipe(tmp_path: Path) -> None:
+    e5m2 = written(tmp_path, "e5m2")
+    given = ["model.fp8=True", "model.fp8_e4m3=True"]
+    recipe = run_spec(*given, f"model.fp8_modules=['*.fc2:{e5m2}']").precision.fp8
+    assert recipe is not None and recipe.backward_format == "e4m3"
+    assert recipe.gradients_in(e5m2) == "e5m2"
+    assert the_problem(*given, f"model.fp8_recipe={e5m2}").key == "model.fp8_e4m3"
+
+
+def test_high_precision_is_offered_where_it_is_accepted() -> None:
+    in_a_rule, alone = (
+        the_problem("model.fp8=True", setting).reason
+        for setting in (
+            "model.fp8_modules=['*.fc2:high_precison']",
+            "model.fp8_recipe=high_precison",
+        )
+    )
+    assert "no such recipe. Did you mean high_precision? There are delayed, " in in_a_rule
+    assert "no such recipe. There are delayed, " in alone and "high_precision" not in alone

@@ -253,6 +253,14 @@ def test_a_rule_that_comes_too_late_is_refused() -> None:
     assert "*:blockwise decides" not in str(error.value)  # the linears of attention
 
 
+@pytest.mark.parametrize("second", ["*.fc2:mxfp8", "*.fc2:rowwise"])
+def test_a_second_rule_of_a_pattern_is_refused(second: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        recipe(f'model.fp8_modules=["*.fc2:mxfp8","{second}"]')
+    assert f"{second} decides about no linear" in str(error.value)
+    assert "Leave out one of the rules for *.fc2" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("formats", "e4m3", "hybrid", "found"),
     [
@@ -307,6 +315,8 @@ def test_a_run_with_a_pattern_that_was_ignored_continues_without_it() -> None:
     for entry, num_found in (("*fc9:high_precision", 0), ("*fc2:high_precision", 1)):
         old = {"model": {"fp8": True, "num_layers": 2, "fp8_modules": [entry]}}
         assert len(setting_differences(old, new)) == num_found
+        twice = {"model": {"fp8": True, "num_layers": 2, "fp8_modules": [entry, entry]}}
+        assert not setting_differences(twice, old)
 
 
 def test_another_recipe_is_one_difference_which_can_be_typed() -> None:

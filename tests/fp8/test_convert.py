@@ -178,6 +178,11 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"recipe": "rowwise"},
         r"Use dataclasses.replace\(fp8.recipe_named\('rowwise'\), pad_inner_dim=True\), or",
     ),
+    "padding of a recipe": (
+        lambda: nn.Linear(24, 16),
+        {"recipe": fp8.Fp8Recipe(amax_history_len=16)},
+        r"Use dataclasses.replace\(recipe, pad_inner_dim=True\), or",
+    ),
     "format of rules": (
         mlp,
         {"recipe": fp8.Fp8Recipe(

@@ -122,6 +122,7 @@ def test_a_run_shows_its_experts(place: Place) -> None:
     [
         {"1": [1, 2, 3]}, {"1": [1, -2, 3, 4]}, {"1": [1.5, 1, 1, 1]}, {"1": "many"},
         {"1": [0, 0, 0, 0]}, {"1": [True, 1, 1, 1]}, {"one": [1, 1, 1, 1]}, {}, {"1": [[1]] * 4},
+        {"1": []}, {"2": []}, {"2": [1, 2]},
     ],
 )  # fmt: skip
 def test_the_map_leaves_out_counts_that_are_none(tmp_path: Path, tokens: object) -> None:

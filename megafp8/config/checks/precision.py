@@ -15,15 +15,17 @@ from megafp8.config.checks.model import TP, hidden_step, other_sizes
 from megafp8.config.errors import COMMAND_LINE, DEFAULT
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
+from megafp8.config.precision_spec import settings_recipe
 from megafp8.config.rows import NATIVE
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
 from megafp8.config.values import (
     named_linears,
+    parse_modules,
     recipes_in,
     size_multiple,
     without_effect,
 )
-from megafp8.specs.precision import GEMMS
+from megafp8.specs.precision import GEMMS, Fp8Recipe
 from megafp8.specs.recipes import RECIPES, find_recipe, label_of, names_where, recipes_where
 from megafp8.specs.traits import TENSOR_CORE_MULTIPLE
 
@@ -38,6 +40,26 @@ NAMES = (
     "model.moe_shared_expert_intermediate_size",
 )
 """The keys that the names of linears depend on."""
+
+OF_RECIPE = (
+    "model.fp8",
+    "model.fp8_recipe",
+    "model.fp8_modules",
+    "model.fp8_backend",
+    "model.fp8_wgrad",
+    "model.fp8_e4m3",
+    HYBRID,
+    "model.fp8_power_2_scale",
+    "model.fp8_split_accumulator",
+    "model.override_linear_precision",
+    "model.first_last_layers_bf16",
+    "model.num_layers_at_start_in_bf16",
+    "model.num_layers_at_end_in_bf16",
+    "model.fp4_disable_rht",
+    "model.fp4_disable_stochastic_rounding",
+    "model.fp4_disable_2d_quantization",
+)
+"""The keys that the recipe of a run follows from."""
 
 
 def _fp8_size(v: Values, key: str, shares: bool) -> Iterator[Finding]:
@@ -243,15 +265,41 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
     """Compare with the names of the whole model: a pipeline stage may have none that match."""
     if not v["model.fp8"] or not v["model.fp8_modules"]:
         return
-    names = named_linears(v)
-    for entry, earlier in without_effect(v["model.fp8_modules"], names).items():
+    names, entries = named_linears(v), v["model.fp8_modules"]
+    for place, earlier in without_effect(entries, names).items():
+        pattern = entries[place].partition(":")[0]
         if earlier is None:
-            yield no_match("model.fp8_modules", entry.partition(":")[0], names)
+            yield no_match("model.fp8_modules", pattern, names)
             continue
+        again = f"Leave out one of the rules for {pattern}"
         yield Finding(
             "model.fp8_modules",
-            f"{entry} decides about no linear, since the first pattern that matches one decides",
-            f"Write it before {earlier}, or leave it out",
+            f"{entries[place]} decides about no linear, since the first pattern that matches one "
+            "decides",
+            again if pattern == earlier else f"Write it before {earlier}, or leave it out",
+        )
+
+
+@rule(*OF_RECIPE)
+def _rules_have_one_format(v: Values) -> Iterator[Finding]:
+    names = (
+        v["model.fp8_recipe"],
+        *(r.precision for r in parse_modules(v["model.fp8_modules"]) or ()),
+    )
+    if v["model.fp8"] and len(recipes_where(names, lambda traits: traits.has_history)) > 1:
+        yield from one_format("model.fp8_modules", settings_recipe(v))
+
+
+def one_format(key: str, recipe: Fp8Recipe) -> Iterator[Finding]:
+    """Yield that a recipe's histories have several formats of output gradients, if they have."""
+    formats = recipe.histories
+    if len(set(formats.values())) > 1:
+        each = [f"{label_of(name)} has them in {fmt}" for name, fmt in formats.items()]
+        both = all("e4m3" in find_recipe(name).traits.backward_formats for name in formats)
+        yield Finding(
+            key,
+            f"histories of scales have one format of output gradients, and {', '.join(each)}",
+            f"Use one of these recipes{', or set model.fp8_e4m3=True' if both else ''}",
         )
 
 
@@ -311,16 +359,16 @@ def format_notes(v: Values, origins: Origins) -> Iterator[str]:
 
 def formats_ruled_out(v: Values, origins: Origins) -> Iterator[Finding]:
     """Yield `fp8_e4m3` or `fp8_hybrid` where a recipe rules it out, or both on the command line."""
-    if v.get("model.fp8") and v.get("model.fp8_e4m3"):
-        for other in recipes_where(recipes_in(v), lambda t: "e4m3" not in t.backward_formats):
+    name = v.get("model.fp8_recipe")
+    if v.get("model.fp8") and v.get("model.fp8_e4m3") and name is not None:
+        for main in recipes_where((name,), lambda t: "e4m3" not in t.backward_formats):
             yield Finding(
                 "model.fp8_e4m3",
-                f"{label_of(other)} has output gradients in E5M2 alone",
+                f"{label_of(main)} has output gradients in E5M2 alone",
                 "Leave it out (null), or give the recipe both in its backward_formats",
             )
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
         return
-    name = v.get("model.fp8_recipe")
     if name is not None and recipes_where((name,), lambda traits: traits.is_e4m3):
         others = " or ".join(names_where(lambda traits: not traits.is_e4m3))
         yield Finding(

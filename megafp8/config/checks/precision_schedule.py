@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 from itertools import chain, islice, pairwise, product
 from typing import Any
 
-from megafp8.config.checks.precision import NAMES, no_match
+from megafp8.config.checks.precision import NAMES, OF_RECIPE, no_match, one_format
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, names_bf16
 from megafp8.config.precision_phases import Assigned, Product, changes_of_job, in_phases, linears_of
-from megafp8.config.precision_spec import settings_recipe, switched_off_parts
+from megafp8.config.precision_spec import phases_of, settings_recipe, switched_off_parts
 from megafp8.config.rules import Finding, Rules
 from megafp8.config.values import compute_dtypes, named_linears, plain
 from megafp8.specs.precision import PrecisionChange
@@ -20,27 +20,7 @@ from megafp8.specs.recipes import HIGH_PRECISION, problem
 rule = Rules()
 
 STEPS = "trainer.max_steps"
-_READ = (
-    "model.fp8",
-    SCHEDULE,
-    STEPS,
-    "trainer.precision",
-    *NAMES,
-    "model.fp8_recipe",
-    "model.fp8_modules",
-    "model.fp8_backend",
-    "model.fp8_wgrad",
-    "model.fp8_e4m3",
-    "model.fp8_power_2_scale",
-    "model.fp8_split_accumulator",
-    "model.override_linear_precision",
-    "model.first_last_layers_bf16",
-    "model.num_layers_at_start_in_bf16",
-    "model.num_layers_at_end_in_bf16",
-    "model.fp4_disable_rht",
-    "model.fp4_disable_stochastic_rounding",
-    "model.fp4_disable_2d_quantization",
-)
+_READ = (SCHEDULE, STEPS, "trainer.precision", *NAMES, *OF_RECIPE)
 
 
 @rule(*_READ)
@@ -58,7 +38,7 @@ def _entries_have_effects(v: Values) -> Iterator[Finding]:
     recipes = {v["model.fp8_recipe"], *(change.precision for change in changes)}
     is_known = all(problem(name) is None for name in recipes - {HIGH_PRECISION})
     if is_known and (names := named_linears(v)):
-        findings = chain(findings, _effects(changes, v, names))
+        findings = chain(findings, _effects(changes, v, names), _formats(changes, v))
     yield from islice(findings, 1)  # what is wrong with later entries may follow from it
 
 
@@ -119,6 +99,12 @@ def _effects(
             "leaves no product in FP8 in any step",
             "Begin with a recipe, or set model.fp8=False",
         )
+
+
+def _formats(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]:
+    """Yield the phases whose histories have several formats, which would end the run there."""
+    for phase in phases_of(v, changes):
+        yield from one_format(SCHEDULE, phase.recipe)
 
 
 def _replaced(entries: Sequence[PrecisionChange], start: Assigned) -> Iterator[set[Product]]:
