@@ -380,8 +380,7 @@ class Precision:
         "auto",
         "Backend that runs the layers. `native`: our own, on any device. `te`: Transformer Engine, "
         "with BF16 too; on a CPU its Python code runs with emulated kernels. `torchao`: torchao's "
-        "linears. `auto`: `te` on a GPU if the package is installed and its layers can run the "
-        "job, otherwise `native`.",
+        "linears. `auto`: `native`, until Transformer Engine's layers are proven on a GPU.",
         valid=one_of("auto", "native", "te", "torchao"),
     )
     te_version: str | None = backends_key(
