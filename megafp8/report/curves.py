@@ -13,7 +13,7 @@ from megafp8.observe.health import ROLES
 from megafp8.report.record import Line, RunRecord, thinned
 
 MOST_NUMBERS = 60_000  # of all curves of a page: with five digits each, less than half a megabyte
-MOST_CELLS = 40_000  # of all heat maps of a page
+MOST_CELLS = 40_000  # of all heat maps of one kind on a page
 MOST_ROWS = 64  # of a heat map; a model with more linears gets a row for each layer
 
 SHARED_BY_RUNS = ("loss", "grad_norm", "tokens_per_second", "peak_memory_bytes", "mfu_causal")

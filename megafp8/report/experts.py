@@ -9,10 +9,10 @@ from typing import Any
 
 from megafp8.observe.experts import EMPTY, LARGEST, UPDATES, layer_of, of_layer
 from megafp8.observe.units import format_percent
+from megafp8.report.curves import MOST_CELLS
 from megafp8.report.record import RunRecord, thinned
 from megafp8.report.tables import cell, table
 
-MOST_CELLS = 40_000  # of all maps of a page
 _NUMBER = re.compile(r"\d{1,6}", re.ASCII)
 
 HINT = (
