@@ -96,7 +96,7 @@ PAGES = {
             "make pretrain": "makes .venv; the default job is the first command of training.md",
             "source .venv/bin/activate": "needs .venv in the folder of the page",
             "make test": "runs this test",
-            "CONTAINER_IMAGE=": SLURM,
+            "sbatch": SLURM,
         },
     ),
     "docs/guide/containers.md": Page(
