@@ -284,7 +284,7 @@ def gap_cell(of_width: dict[str, Any], interval: tuple[float, float], size: floa
         gaps = {int(seed): gap for seed, gap in of_width["figures"]["gaps"].items()}
         seeds = f" ({how_many(gaps, size / 100)} would decide)"
     return (
-        f"{(low + high) / 2:+.2f} % ({low:+.2f} to {high:+.2f}), {nats(of_width):+.4f} nats, "
+        f"{(low + high) / 2:+z.2f} % ({low:+.2f} to {high:+.2f}), {nats(of_width):+.4f} nats, "
         f"**{word}**{seeds}"
     )
 

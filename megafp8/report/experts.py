@@ -20,7 +20,7 @@ HINT = (
     "logged step. An expert without a token in a step is no fault."
 )
 
-MAP_HINT = "<p class=dim>Tokens of an expert over the mean of its layer; 1 is even.</p>"
+MAP_HINT = "Tokens of an expert over the mean of its layer; 1 is even."
 
 
 def meaning_of_mfu(run: RunRecord) -> str:

@@ -79,7 +79,7 @@ def run_page(run: RunRecord) -> str:
         _failure(run),
         _charts(plots),
         experts.load_of_layers(run),
-        _map("experts", loads, "Experts: load of each one × steps", "layer", experts.MAP_HINT),
+        _load_map(loads),
         _health_map(health),
         _samples(run),
         _settings(run),
@@ -318,6 +318,11 @@ def _health_map(heat: Mapping[str, Any] | None) -> str:
             "underflow, saturation and the signal-to-noise ratio.</p>"
         )
     return _map("health", heat, f"FP8 health: {heat['rows_are']} × steps", "tensor", hint)
+
+
+def _load_map(loads: Mapping[str, Any] | None) -> str:
+    hint = f"<p class=dim>{experts.MAP_HINT}</p>"
+    return _map("experts", loads, "Experts: load of each one × steps", "layer", hint)
 
 
 def _map(name: str, heat: Mapping[str, Any] | None, title: str, parts: str, hint: str = "") -> str:

@@ -48,7 +48,7 @@ class RecipeError(Exception):
 
 
 class _NoRecipeError(RecipeError):
-    pass
+    """A name that no recipe has."""
 
 
 def find_recipe(name: str) -> Recipe:

@@ -282,8 +282,8 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         values[UPDATES] = run.health.least_updates
     if run.metrics is not None:
         run.metrics.log({"step": state.step, **values})
-    if run.experts is not None:
-        run.experts.log({"step": state.step, "tokens": tokens_of(result.tokens_of_experts)})
+    if run.experts_log is not None:
+        run.experts_log.log({"step": state.step, "tokens": tokens_of(result.tokens_of_experts)})
     run.trackers.log(state.step, values)
     run.saver.metrics["reduced_train_loss"] = result.loss
 
@@ -432,8 +432,8 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
                 run.metrics.rewind(run.state.step)
                 window = run.spec.train.log_every_n_steps
                 run.curve = logged_curve(run.metrics.path, run.state.step, window)
-            if run.experts is not None:
-                run.experts.rewind(run.state.step)
+            if run.experts_log is not None:
+                run.experts_log.rewind(run.state.step)
             run.health.rewind(run.state.step)
             run.trackers.rewind(run.state.step)
             run.console.warn(f"{finding}; going back to step {run.state.step}")

@@ -316,7 +316,7 @@ def open_run(
         share = share_of(spec, state)
     logs: list[Logs] = []
     on_main(mesh, lambda: logs.append(_open_logs(path, spec, state, console)))
-    metrics, experts, trackers = logs[0] if mesh.is_main else (None, None, CompositeTracker([]))
+    metrics, experts_log, trackers = logs[0] if mesh.is_main else (None, None, CompositeTracker([]))
     files_of_health = path if mesh.is_main else None
     run = Run(
         spec=spec,
@@ -325,7 +325,7 @@ def open_run(
         saver=saver,
         console=console,
         metrics=metrics,
-        experts=experts,
+        experts_log=experts_log,
         trackers=trackers,
         stop=stop,
         limit=TimeLimit(spec.train.max_time_seconds, began),
@@ -448,7 +448,7 @@ def _open_logs(path: Path, spec: RunSpec, state: TrainState, console: Console) -
         return MetricsFile(path / name, resume_step=state.step, warn=console.warn)
 
     metrics = open_file(METRICS_NAME)
-    experts = open_file(EXPERTS_FILE) if state.model.spec.has_experts else None
+    experts_log = open_file(EXPERTS_FILE) if state.model.spec.has_experts else None
     trackers = open_trackers(
         spec.observe,
         path,
@@ -458,4 +458,4 @@ def _open_logs(path: Path, spec: RunSpec, state: TrainState, console: Console) -
         say=console.event,
         warn=console.warn,
     )
-    return metrics, experts, trackers
+    return metrics, experts_log, trackers

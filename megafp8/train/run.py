@@ -35,7 +35,7 @@ class Run:
     saver: Saver
     console: Console
     metrics: MetricsFile | None  # None on all ranks but the main one
-    experts: MetricsFile | None  # the tokens of each expert; None also without experts
+    experts_log: MetricsFile | None  # the tokens of each expert; None also without experts
     trackers: CompositeTracker
     stop: StopRequest
     limit: TimeLimit
@@ -58,7 +58,7 @@ class Run:
 
     def close(self) -> None:
         """Close the files that this process writes, other than checkpoints."""
-        for file in (self.metrics, self.experts):
+        for file in (self.metrics, self.experts_log):
             if file is not None:
                 file.close()
         self.health.close()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from fp8_numerics.formats import E4M3
 from megafp8 import fp8
 from megafp8.fp8 import converted as modules_of_others
 from megafp8.fp8 import engine
-from megafp8.fp8.converted import Converted
+from megafp8.fp8.converted import MULTIPLYING, Converted
 from megafp8.ops import torch_private
 from megafp8.specs.run import HealthSpec
 from tests.fp8.models import (
@@ -413,6 +414,29 @@ def test_a_weight_that_is_read_later_on_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="^q: converted, but other code multiplies"):
         run()
     run()
+
+
+def test_products_of_another_thread_hide_no_bypass() -> None:
+    model = Fused(lambda m, x: x)
+    state = fp8.convert(model, "tensorwise")
+    model.join = READS["linear"]
+    multiplies, ends = Event(), Event()
+
+    def other_model() -> None:
+        MULTIPLYING.depth += 1
+        multiplies.set()
+        ends.wait()
+
+    thread = Thread(target=other_model)
+    thread.start()
+    multiplies.wait()
+    try:
+        with pytest.raises(fp8.Fp8Error, match="^q: converted, but other code multiplies"):
+            with state.microbatch():
+                model(noise(16, 32, seed=0)).sum().backward()
+    finally:
+        ends.set()
+        thread.join()
 
 
 def dropped(model: Fused, x: torch.Tensor) -> torch.Tensor:
