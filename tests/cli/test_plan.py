@@ -93,7 +93,7 @@ def test_the_readme_names_the_range_of_predicted_speeds() -> None:
     ratios = [float(row[-1]) for row in rows if len(row) == 5 and row[1].strip().startswith(speeds)]
     assert len(ratios) == 14
     said = " ".join((root / "README.md").read_text().split())
-    assert f"speeds {min(ratios):.2f} to {max(ratios):.2f} of published ones" in said
+    assert f"speeds were {min(ratios):.2f} to {max(ratios):.2f} of published ones" in said
 
 
 UNPUBLISHED = ("default", "moe_tiny")

@@ -278,6 +278,7 @@ def test_terms_are_logged() -> None:
         state=SimpleNamespace(step=1, consumed_samples=4, phases=()),
         spec=run_spec(),
         metrics=SimpleNamespace(log=lines.append),
+        experts_log=None,
         trackers=nothing,
         health=nothing,
         saver=nothing,
