@@ -2,12 +2,12 @@
 
 A layer runs forward and backward as in training: four microbatches a step, of which the first casts
 the weights, gradients summed in FP32, scales updated. The dense MLP has the width of the experts
-that a token visits together. The share around the experts is that of the same layer whose experts
-return their rows: router, losses, sort, copies of rows, and sums. A whole step of a small model is
-timed beside transformers' Mixtral of the same sizes (`grouped_mm` and `eager`) with torch's fused
-AdamW, in FP32. All variants alternate in one process, one step at a time; a figure is the median of
-the process's CPU time, which other programs disturb least, and a ratio is the median of the ratios
-of each round.
+that a token visits together. The share around the experts is that of the same layer whose linears
+and activation take no time: router, losses, sort, copies of rows, weights, and sums. A whole step
+of a small model is timed beside transformers' Mixtral of the same sizes (`grouped_mm` and `eager`)
+with torch's fused AdamW, in FP32. All variants alternate in one process, one step at a time; a
+figure is the median of the process's CPU time, which other programs disturb least, and a ratio is
+the median of the ratios of each round.
 
 With `--ranks N` the step of a model on N gloo ranks is timed instead, one thread each: replicas of
 all experts beside ranks that divide them, with tokens that visit the experts in turn, and with all
@@ -130,12 +130,33 @@ def layer_step(state: TrainState) -> Step:
     return step
 
 
-def without_experts(state: TrainState) -> TrainState:
-    """Let the linears and activations of the first layer's experts return their rows."""
-    layer = state.model.layers[0].mlp
+class _Instead(torch.autograd.Function):
+    """Stand for work on rows: results and gradients are memory that is there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RI: torch.Tensor, out_RO: torch.Tensor, grad_RI: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.grad_RI = grad_RI[: len(x_RI)]
+        return out_RO[: len(x_RI)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.grad_RI, None, None
+
+
+def without_experts(state: TrainState, shape: str) -> TrainState:
+    """Let the linears and the activation of the first layer's experts take no time."""
+    layer, (_, top_k, width) = state.model.layers[0].mlp, SHAPES[shape]
     assert isinstance(layer, MoE)
-    layer.of_experts = lambda _, x_RI, *__: x_RI
+    rows_RD, inner_RF = (torch.ones(top_k * SEQUENCES * LENGTH, n) for n in (WIDTH, width))
+    sides = {False: (inner_RF, rows_RD), True: (rows_RD, inner_RF)}
+    layer.of_experts = lambda linears, x_RI, *_: _Instead.apply(
+        x_RI, *sides[linears[0] is layer.fc2[0]]
+    )
     layer.activation = lambda x_RI: x_RI
+    for param in (*layer.fc1.parameters(), *layer.fc2.parameters()):
+        del state.sink.main_grads[param]  # a step would fill them with zeros
     return state
 
 
@@ -146,7 +167,7 @@ def layer_variants(shape: str, recipes: Sequence[str]) -> dict[str, Step]:
         settings = [] if name == "fp32" else ["model.fp8=True", f"model.fp8_recipe={name}"]
         steps[f"{name} dense"] = layer_step(state_of([*dense(shape), *settings]))
         steps[f"{name} experts"] = layer_step(state_of([*experts(shape), *settings]))
-    steps["around experts"] = layer_step(without_experts(state_of(experts(shape))))
+    steps["around experts"] = layer_step(without_experts(state_of(experts(shape)), shape))
     return steps
 
 

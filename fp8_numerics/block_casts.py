@@ -148,22 +148,20 @@ def _new(
 def rotate_columns(x_MN: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 16 elements of a column at a time times signs (FP32 [16]) and H / 4, in BF16.
 
-    The second result is its amax, as of `cast.amax_of`, whose zero may be -0: this one's is +0.
+    Rows of zeros fill the last 16, and are rotated too: the result has a multiple of 16 rows. The
+    second result is its amax, as of `cast.amax_of`, whose zero may be -0: this one's is +0.
 
     Raises:
         TypeError: `x_MN` is no matrix in FP32, BF16 or FP16, or `signs` is not in FP32.
-        ValueError: The rows are not whole 16s, or `signs` is not contiguous [16].
+        ValueError: `signs` is not contiguous [16].
         RuntimeError: There are no kernels for `x_MN`.
     """
     lib, x_MN, matrix = _read(x_MN, "nvfp4.rotated")
-    if matrix[1] % 16:
-        raise ValueError(
-            f"x is {described(x_MN)}, and 16 rows are rotated together: fill them up with zeros"
-        )
     is_known = getattr(signs, "dtype", None) == torch.float32 and signs.is_contiguous()
     if not is_known or signs.shape != (16,) or not signs.is_cpu:
         _check_read(x_MN, "signs (nvfp4.signs())", signs, torch.float32, (16,))
-    out = torch.empty_like(x_MN, dtype=torch.bfloat16)
+    rows, cols = x_MN.shape
+    out = x_MN.new_empty(rows + -rows % 16, cols, dtype=torch.bfloat16)
     amax = x_MN.new_empty((), dtype=torch.float32)
     at = signs.data_ptr(), out.data_ptr(), amax.data_ptr()
     lib.megafp8_rotate(*matrix, *at, torch.get_num_threads())

@@ -27,6 +27,7 @@ from fp8_numerics.swizzle import fp4_numbers, swizzled, unswizzled
 
 _KINDS: dict[object, int] = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
+_IN_MEMORY = (torch.Tensor, torch.nn.Parameter)  # other classes may stand for parts of a tensor
 _CODES = {fmt.dtype: number for number, fmt in enumerate(IN_C)}
 
 
@@ -161,7 +162,7 @@ def quantize_torch(
     if fmt is E2M1 or fmt is SIMULATED:
         raise ValueError(f"{fmt.name}: casts with one scale are to FP8 alone")
     if amax is not None:
-        amax.copy_(torch.maximum(amax, amax_of(x)))
+        amax.copy_(torch.maximum(amax, _amax_in_torch(x)))
     scaled = (x.float() * quant_scale).clamp_(-fmt.max, fmt.max)
     payload = scaled.to(fmt.dtype)
     return Quantized(payload, None if grid_dtype is None else payload.to(grid_dtype))
@@ -169,6 +170,19 @@ def quantize_torch(
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """Return max|x| as a 0-d FP32 tensor: 0 for an empty tensor, +inf if there is a NaN."""
+    kind = _KINDS.get(x.dtype)
+    if x.is_cpu and kind is not None and type(x) in _IN_MEMORY and x.is_contiguous():
+        if (lib := library().lib) is not None:
+            amax = x.new_empty((), dtype=torch.float32)
+            at = amax.data_ptr()
+            lib.megafp8_amax(x.data_ptr(), x.numel(), kind, at, torch.get_num_threads())
+            if amax:  # a zero has the sign that torch gives it
+                return amax
+    return _amax_in_torch(x)
+
+
+def _amax_in_torch(x: torch.Tensor) -> torch.Tensor:
+    """Return the same by torch operations, on other devices and for tensors of other kinds."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x)

@@ -572,17 +572,19 @@ void megafp8_block_values(const uint8_t *payload, size_t rows, size_t cols, cons
 #define TURNED 32 /* columns that are rotated together */
 
 /* Each 16 elements of a column of x [rows, cols] times diag(signs) H / 4, in BF16. The sums are in
- * FP64, so that their order changes nothing; a sum of zeros is +0. `amax` is raised by
- * the magnitudes of the result, as bits of BF16. */
-INLINE void rotate_strip(const void *restrict x, size_t top, size_t cols, int kind,
+ * FP64, so that their order changes nothing; a sum of zeros is +0. Rows that lack to 16 are zeros.
+ * `amax` is raised by the magnitudes of the result, as bits of BF16. */
+INLINE void rotate_strip(const void *restrict x, size_t top, size_t rows, size_t cols, int kind,
                          const float *restrict signs, uint16_t *restrict out,
                          int16_t *restrict amax) {
     double v[FP4_BLOCK][TURNED];
     for (size_t left = 0; left < cols; left += TURNED) {
         const size_t n = cols - left < TURNED ? cols - left : TURNED;
         for (size_t i = 0; i < FP4_BLOCK; i++)
-            for (size_t j = 0; j < n; j++)
-                v[i][j] = (double)(load(x, (top + i) * cols + left + j, kind) * signs[i]);
+            for (size_t j = 0; j < n; j++) {
+                const size_t at = (top + i) * cols + left + j;
+                v[i][j] = top + i < rows ? (double)(load(x, at, kind) * signs[i]) : 0.0;
+            }
         for (size_t half = 1; half < FP4_BLOCK; half *= 2)
             for (size_t i = 0; i < FP4_BLOCK; i++) {
                 if (i & half) continue;
@@ -602,7 +604,8 @@ INLINE void rotate_strip(const void *restrict x, size_t top, size_t cols, int ki
     }
 }
 
-/* `amax` becomes the largest magnitude of the result, or infinity if it has a NaN. */
+/* `out` has whole 16s of rows. `amax` becomes the largest magnitude of the result, or infinity if it
+ * has a NaN. */
 void megafp8_rotate(const void *x, size_t rows, size_t cols, int kind, const float *signs,
                     uint16_t *out, float *amax, int threads) {
     int32_t all = 0;
@@ -613,9 +616,9 @@ void megafp8_rotate(const void *x, size_t rows, size_t cols, int kind, const flo
         size_t begin, end;
         share(rows, threads, t, &begin, &end);
         for (; begin < end; begin += FP4_BLOCK) {
-            if (kind == F32) rotate_strip(x, begin, cols, F32, signs, out, seen);
-            else if (kind == BF16) rotate_strip(x, begin, cols, BF16, signs, out, seen);
-            else rotate_strip(x, begin, cols, F16, signs, out, seen);
+            if (kind == F32) rotate_strip(x, begin, rows, cols, F32, signs, out, seen);
+            else if (kind == BF16) rotate_strip(x, begin, rows, cols, BF16, signs, out, seen);
+            else rotate_strip(x, begin, rows, cols, F16, signs, out, seen);
         }
         for (size_t j = 0; j < TURNED; j++) all = seen[j] > all ? seen[j] : all;
     }

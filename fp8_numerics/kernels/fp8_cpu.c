@@ -3,6 +3,7 @@
  * quantize: payload = round_to_fp8(clamp(x * scale)), the same values in FP32 or BF16 (the "grid",
  * for a GEMM in that format), and amax = max(amax, max|x|); optionally column sums of x (a bias
  * gradient).
+ * amax: max|x| alone.
  * decode: FP8 bytes back to the grid.
  * accumulate: a BF16 gradient into its FP32 sum.
  * scaled_adam, scaled_sum: over tensors stored in low precision (scaled_cpu.h).
@@ -99,6 +100,38 @@ void megafp8_quantize_and_sum(const void *x, size_t rows, size_t cols, int kind,
         }
     }
     if (amax) store_amax(amax, all);
+}
+
+INLINE int32_t amax_span(const void *restrict x, size_t begin, size_t end, int kind) {
+    int32_t amax = 0;
+    int16_t half = 0; /* so that one vector holds 32 numbers in BF16 */
+    for (size_t i = begin; i < end; i++) {
+        if (kind == BF16) {
+            const int16_t magnitude = ((const int16_t *)x)[i] & 0x7fff;
+            half = magnitude > half ? magnitude : half;
+        } else {
+            const int32_t magnitude = (int32_t)(as_bits(load(x, i, kind)) & 0x7fffffffu);
+            amax = magnitude > amax ? magnitude : amax;
+        }
+    }
+    return kind == BF16 ? half << 16 : amax;
+}
+
+/* `amax` becomes max|x|, or infinity if there is a NaN. */
+void megafp8_amax(const void *x, size_t n, int kind, float *amax, int threads) {
+    int32_t all = 0;
+    if (n < SERIAL_BELOW) threads = 1;
+#pragma omp parallel for num_threads(threads) reduction(max : all) schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        size_t begin, end;
+        share(n, threads, t, &begin, &end);
+        int32_t bits = kind == F32    ? amax_span(x, begin, end, F32)
+                       : kind == BF16 ? amax_span(x, begin, end, BF16)
+                                      : amax_span(x, begin, end, F16);
+        all = bits > all ? bits : all;
+    }
+    *amax = 0.0f;
+    store_amax(amax, all);
 }
 
 INLINE void decode_span(const uint8_t *restrict payload, size_t begin, size_t end,

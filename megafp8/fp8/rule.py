@@ -73,9 +73,9 @@ class CastRule(Recipe):
         in_triton = tensor.state.engine.uses_triton and bool(x_MN.numel())
         packed = in_triton and self._packs(tensor)
         fill, filled_MN = self._fill_packed if packed else self._fill, x_MN
-        if need.first and rows % fill:
-            filled_MN = F.pad(x_MN, (0, 0, 0, -rows % fill))
         if in_triton:
+            if need.first and rows % fill:
+                filled_MN = F.pad(x_MN, (0, 0, 0, -rows % fill))
             seen = filled_MN.shape[0]
             asked = (
                 self._asked(casts.last, LAST, (rows, cols), (seen, cols)),
@@ -151,6 +151,8 @@ class CastRule(Recipe):
         """
         if (by_kernel := self._in_c(x_MN, self._casts.first, "first", sizes)) is not None:
             return by_kernel
+        if missing := -len(x_MN) % self._fill:
+            x_MN = F.pad(x_MN, (0, 0, 0, missing))
         turned = self._cast(x_MN.t().contiguous(), self._casts.first, "first", sizes)
         if turned.block is None:
             return replace(turned, payload=turned.payload.t())
@@ -207,11 +209,12 @@ class CastRule(Recipe):
         if not x_MN.numel() or not block_casts.runs_in_c(x_MN):
             return None
         is_last = along == "last"
-        shape = _turned(x_MN, is_last)
-        block = _block(scales, *shape)
+        rows, cols = x_MN.shape
+        seen = (rows, cols) if is_last else (cols, rows + -rows % self._fill)  # as the kernel fills
+        block = _block(scales, *seen)
         block = block if is_last else block[::-1]
         values = values_dtype(self.given, x_MN, along_first=not is_last)
-        asked = self._asked(scales, along, sizes, shape)._replace(values=values)
+        asked = self._asked(scales, along, sizes, seen)._replace(values=values)
         result = self.recipe.in_c(x_MN, block, asked)
         missing = [_missing(size, step) for size, step in zip(x_MN.shape, block, strict=True)]
         if result is None and any(missing):

@@ -64,7 +64,7 @@ class MoE(nn.Module):
         places = self.places_of(token_R, len(x_TD))
         rows_ND, weights_N1, places = route.to_experts(rows_RD, weights_R1, places)
         del rows_RD  # as large as what other ranks have sent
-        fc1, fc2 = ([each[index] for index in self.own] for each in (self.fc1, self.fc2))
+        fc1, fc2 = (list(each)[self.own.start : self.own.stop] for each in (self.fc1, self.fc2))
         inner_NF = self.activation(self.of_experts(fc1, rows_ND, route.sizes, places))
         if not self.weighs_output:
             inner_NF = (inner_NF * weights_N1).to(self.dtype)

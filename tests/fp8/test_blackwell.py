@@ -362,7 +362,7 @@ def test_small_matrices_start_no_threads(rows: int) -> None:
 def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
     along: Literal["last", "first"],
 ) -> None:
-    """A cast of few rows costs as much as it has calls: after the amax, its factors take none."""
+    """A cast of few rows costs as much as it has calls."""
     need_kernels()
     seen = set[str]()
 
@@ -379,8 +379,8 @@ def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
         block = (1, 16) if along == "last" else (16, 1)
         asked = Cast("input", scales, None, False, along, None, lambda shape: torch.empty(shape))
         made_in_c = Nvfp4().in_c(x, block, asked)
-    amax = {"aminmax", "neg", "maximum", "_to_copy", "nan_to_num_", "_local_scalar_dense"}
-    assert made_in_c is not None and seen - amax == {"new_empty", "empty_like"}
+    assert made_in_c is not None
+    assert seen == {"new_empty", "empty_like", "_local_scalar_dense"}
 
 
 @pytest.mark.parametrize("kernel", ["rotation", "values", "rows", "columns", "blocks", "written"])

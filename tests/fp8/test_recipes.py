@@ -213,14 +213,21 @@ def test_kernels_and_torch_operations_cast_to_nvfp4_alike(
 
 
 @dtypes
-def test_kernels_and_torch_operations_rotate_alike(dtype: torch.dtype) -> None:
-    """Columns that two threads share, with sums of zeros, whose sign is plus."""
+@pytest.mark.parametrize("rows", [272, 257, 271])
+def test_kernels_and_torch_operations_rotate_alike(dtype: torch.dtype, rows: int) -> None:
+    """Columns that two threads share, with sums of zeros, whose sign is plus.
+
+    Rows of zeros fill the last 16, and behind the matrix is NaN.
+    """
     need_kernels()
-    x = awkward(272, 272, dtype).nan_to_num(0, 0)
-    x[:16] = -0.0
+    filled = awkward(272, 272, dtype).nan_to_num(0, 0)
+    filled[:16] = -0.0
+    filled[rows:] = math.nan
+    x = filled[:rows]
     for x[0, 271] in torch.tensor([0.0, 2.0**14, math.inf, math.nan], dtype=dtype):
         found, amax = block_casts.rotate_columns(x, nvfp4.signs())
-        expected = nvfp4.rotated(x.t()).t().contiguous()
+        padded = torch.nn.functional.pad(x, (0, 0, 0, 272 - rows))
+        expected = nvfp4.rotated(padded.t()).t().contiguous()
         assert torch.equal(amax, amax_of(expected))
         assert torch.equal(found.isnan(), expected.isnan())
         found, expected = (each.nan_to_num().view(torch.int16) for each in (found, expected))

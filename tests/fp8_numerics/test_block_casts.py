@@ -42,7 +42,6 @@ def values(scale: Any, block: tuple[int, int] = (1, 16)) -> object:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: rotate(X[:20].bfloat16()), r"x is torch.bfloat16 \[20, 64\], and 16 rows are"),
         (lambda: rotate(signs=SIGNS.char()), r"signs .* is torch.int8 \[16\], and kernels read"),
         (lambda: rotate(signs=SIGNS[:8]), r"signs \(nvfp4.signs\(\)\) is torch.float32 \[8\]"),
         (lambda: rotate(signs=SIGNS.repeat(2)[::2]), r"strides \(2,\)"),

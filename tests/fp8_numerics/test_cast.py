@@ -126,6 +126,31 @@ def test_random_float32_bit_patterns(quantize_path: Quantize, fmt: Fp8Format, sc
     assert_follows_specification(quantize_path, in_range, scale, fmt)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_amax_in_c_has_the_bits_of_torch_operations(
+    dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the largest lies, of every sign and kind; a zero has the sign that torch gives it.
+
+    Threads share 65,536 elements and more.
+    """
+    need_kernels()
+    x = 0.9 * torch.rand(70_001).to(dtype)
+    tiny, largest = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max
+    cases = [x, x[:1], x[:67], x[:0], -x, x * tiny, 0 * x, -0.0 * x, x[:70_000].view(2, -1).t()]
+    for at, value in itertools.product(
+        (0, 31, 65_536, 70_000), (-1.0, tiny, largest, math.inf, -math.inf, math.nan)
+    ):
+        cases.append(x.clone())
+        cases[-1][at] = value
+    found = [cast.amax_of(each) for each in cases]
+    monkeypatch.setattr(cast, "library", lambda: Library(None, "not asked"))
+    for each, amax in zip(cases, found, strict=True):
+        assert amax.dtype == torch.float32 and amax.shape == ()
+        expected = cast.amax_of(each)
+        assert torch.equal(amax.view(torch.int32), expected.view(torch.int32)), (amax, expected)
+
+
 @both_formats
 def test_ties_and_their_neighbours(quantize_path: Quantize, fmt: Fp8Format) -> None:
     """Every midpoint between two codes, and the float32 numbers next to it on both sides."""

@@ -65,16 +65,19 @@ class Nvfp4(Recipe):
         return type(cls.__name__, (cls,), {"traits": traits})
 
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled | None:
-        """Quantize blocks as `cast` does; None where a size is not whole blocks."""
+        """Quantize blocks as `cast` does; None where a size is not whole blocks.
+
+        Rows that are rotated are filled up to whole blocks, and the result has those too.
+        """
         from fp8_numerics.block_casts import nvfp4, rotate_columns
         from fp8_numerics.cast import amax_of
 
-        casts, (m, n) = self.traits.casts[cast.role], x_MN.shape
-        if m % block[0] or n % block[1]:
-            return None
-        amax = None
+        casts, amax = self.traits.casts[cast.role], None
         if cast.along == "first" and casts.rotation is not None:
             x_MN, amax = rotate_columns(x_MN, arithmetic.signs())
+        m, n = x_MN.shape
+        if m % block[0] or n % block[1]:
+            return None
         if amax is None or (amax.is_cpu and not amax):  # a zero has the sign that torch gives it
             amax = amax_of(x_MN)
         if cast.reduce_max is not None:
