@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -82,11 +82,14 @@ class Flags:
     together: Mapping[str, str]
     groups: tuple[tuple[str, Inert | Refused], ...]
     names_of_flags: Mapping[str, str]
+    _groups_of: dict[str, Inert | Refused | None] = field(default_factory=dict, compare=False)
 
     def group(self, name: str) -> Inert | Refused | None:
         """Return what the table says of a name that no key takes; None if it is not known."""
-        entries = (about for pattern, about in self.groups if fnmatchcase(name, pattern))
-        return next(entries, None)
+        if name not in self._groups_of:  # a script is asked for the same names again and again
+            entries = (about for pattern, about in self.groups if fnmatchcase(name, pattern))
+            self._groups_of[name] = next(entries, None)
+        return self._groups_of[name]
 
     def is_known(self, name: str) -> bool:
         """Whether the table has a name."""
