@@ -125,7 +125,9 @@ def _output(
     The rows of an expert are in the order of their tokens. `with_empty` runs experts without rows.
     """
     chosen, num_choices = experts_TK.flatten(), experts_TK.shape[-1]
-    counts = torch.bincount(chosen, minlength=len(linears))[: len(linears)].tolist()
+    # On a GPU `torch.bincount` would wait for two numbers more.
+    num, ones = len(linears), chosen.new_ones(()).expand_as(chosen)
+    counts = chosen.new_zeros(num + 1).scatter_add_(0, chosen.clamp(max=num), ones)[:num].tolist()
     places = chosen.sort(stable=True).indices[: sum(counts)].split(counts)
     # One view of all experts: its backward pass stacks their gradients, while a slice of each
     # expert would add up as many tensors of the whole parameter's size.

@@ -29,7 +29,7 @@ from megafp8.models.init import pieces_of
 from megafp8.models.moe import MoE
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.models.router import balance_loss, best, choose, z_loss
+from megafp8.models.router import balance_loss, best, choose, counts_of, z_loss
 from megafp8.observe.flops import gemm_flops_per_token
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.experts import AllToAll
@@ -394,14 +394,32 @@ def test_a_nan_among_the_logits_makes_the_weights_nan(changes: dict[str, Any]) -
 
 
 def test_no_function_of_an_unfixed_order_is_used() -> None:
-    """Cross entropy adds to one place of each row alone."""
+    """Cross entropy adds to one place of each row alone; counts of tokens are whole numbers."""
     found = {
         (path.name, word)
         for path in Path(moe_module.__file__).parent.glob("*.py")
         for word in (".topk(", "index_add", "scatter_add", "scatter_reduce")
         if word in path.read_text()
     }
-    assert found == {("loss.py", "scatter_add")}
+    assert found == {("loss.py", "scatter_add"), ("router.py", "scatter_add")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_counting_tokens_does_not_read_them_on_the_host(device: str) -> None:
+    """As `torch.bincount` does on a GPU, twice (ATen/native/cuda/SummaryOps.cu)."""
+    names: set[str] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        counts = counts_of(torch.tensor([[0, 2], [2, 3]], device=device), 5)
+    assert counts.is_meta or counts.tolist() == [1, 0, 2, 1, 0]
+    assert not names & {"bincount", "_local_scalar_dense"}
 
 
 # ------------------------------------------------------------------- transformers' own blocks
