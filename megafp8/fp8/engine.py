@@ -14,8 +14,8 @@ from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
 
 LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square", "mx", "nv")
-PACKED_FROM = (12, 8)
-"""The first CUDA whose cuBLASLt takes scales in tiles, of 32 elements and of 16."""
+FIRST_CUDA = {"mx": (12, 8), "nv": (12, 8), "block": (12, 9), "square": (12, 9)}
+"""The first CUDA whose cuBLASLt takes such scales; torch checks it where it multiplies."""
 
 
 def engine_of(device: torch.device) -> Engine:
@@ -34,10 +34,13 @@ def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device.type}: FP8 tensor cores are used on NVIDIA GPUs only"
     known = None if layout == "other" else layout
+    if (why := why_no_product(torch.cuda.get_device_capability(device), known)) is not None:
+        return why
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    if known in ("mx", "nv") and cuda < PACKED_FROM:
-        return f"torch {torch.__version__}: scales in tiles need CUDA 12.8"
-    return why_no_product(torch.cuda.get_device_capability(device), known)
+    first = FIRST_CUDA.get(known or "", (0, 0))
+    if cuda < first:
+        return f"torch {torch.__version__}: such scales need CUDA {first[0]}.{first[1]}"
+    return None
 
 
 def slow_parts(device: torch.device, recipes: Iterable[ModulePrecision]) -> list[str]:

@@ -119,6 +119,8 @@ def test_a_cpu_has_no_fp8_tensor_cores() -> None:
     [
         ((8, 6), "13.0", ""),
         ((8, 9), "13.0", "tensor"),
+        ((9, 0), "12.8", "tensor row"),
+        ((9, 0), "12.9", "tensor row block square"),
         ((9, 0), "13.0", "tensor row block square"),
         ((10, 0), "12.7", "tensor row"),
         ((10, 0), "12.8", "tensor row mx nv"),
