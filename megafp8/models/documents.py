@@ -134,7 +134,8 @@ class Documents:
         """Return the place in its row of the first token of each token's document, [B, S]."""
         lengths = torch.tensor(self.lengths, device="cpu")  # not a dry run's default device
         firsts = self.cu_seqlens_N1[:-1].long() % self.seq
-        return firsts.repeat_interleave(lengths).view(-1, self.seq).to(self.device)
+        firsts_BS = firsts.repeat_interleave(lengths).view(-1, self.seq)
+        return firsts_BS.to(self.device, non_blocking=True)
 
     def seen(self, area: Area) -> torch.Tensor:
         """Return which keys of a block each of its queries sees: boolean [Q, K]."""

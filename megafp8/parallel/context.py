@@ -62,8 +62,8 @@ def own_tokens(
     if borders is None:
         chunks = x_BS.chunk(2 * cp.size, dim=1)
         return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]), dim=1)
-    places_BS = places_of(tuple(map(int, borders)), x_BS.shape[1], cp).to(x_BS.device)
-    return x_BS.gather(1, places_BS)
+    places_BS = places_of(tuple(map(int, borders)), x_BS.shape[1], cp)
+    return x_BS.gather(1, places_BS.to(x_BS.device, non_blocking=True))
 
 
 def own_positions(

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.models import attention, packed
+from megafp8.models.documents import Documents
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.context import own_tokens
 from tests.fp8.kernels.layer_counts import (
     BATCH,
     GPT,
@@ -100,3 +104,24 @@ def test_packed_documents_start_fewer_kernels_than_a_mask(
     numbers = 2 * ids.nbytes + 3 * SEQUENCE * ids.element_size()
     assert masked[1] == plain[1] + 3 * scores + 2 * scores // BATCH + numbers
     assert masked[2] == plain[2] + 2 * scores
+
+
+def test_the_host_does_not_wait_for_the_copies_of_what_it_plans() -> None:
+    """Without `non_blocking` each would wait for all that the device was given before."""
+    waits: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ == "_to_copy" and made.is_meta:
+                waits.append(not kwargs.get("non_blocking"))
+            return made
+
+    borders = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+    with Copies():
+        assert Documents(borders, 8, META).firsts_BS.shape == (2, 8)
+        x_BS = torch.empty((2, 8), dtype=torch.int64, device=META)
+        assert own_tokens(x_BS, Axis("cp", 2), borders=borders.tolist()).shape == (2, 4)
+    assert waits == [False] * 2
