@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import warnings
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -320,6 +321,16 @@ def test_memory_checks_report_no_calls_that_fail_harmlessly(
     assert command[:5] == (
         "/usr/bin/compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no",
     )  # fmt: skip
+
+
+def test_a_warning_of_every_gpu_is_no_error_of_a_test() -> None:
+    """A process of tests gets it in the first backward pass that begins with a product."""
+    warnings.warn(
+        "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the "
+        "primary context... (Triggered internally at CublasHandlePool.cpp:370.)",
+        UserWarning,
+        stacklevel=1,
+    )
 
 
 def test_all_tests_that_need_a_gpu_are_run() -> None:
