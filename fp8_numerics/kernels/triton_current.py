@@ -255,10 +255,11 @@ def _line_amax_kernel(
     here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
     magnitude = magnitude_bits(widened(tl.load(x + here, mask=inside, other=0.0)))
     if with_rows:
-        tl.atomic_max(amax_bits + rows, tl.max(magnitude, axis=1), mask=rows < num_rows)
+        of_row = tl.max(magnitude, axis=1)
+        tl.atomic_max(amax_bits + rows, of_row, mask=rows < num_rows, sem="relaxed")
     if with_columns:
         at = amax_bits + num_rows + cols
-        tl.atomic_max(at, tl.max(magnitude, axis=0), mask=cols < num_cols)
+        tl.atomic_max(at, tl.max(magnitude, axis=0), mask=cols < num_cols, sem="relaxed")
 
 
 @triton.jit

@@ -43,8 +43,12 @@ def known_bits(x):
 
 @triton.jit
 def raise_amax(amax_bits, newest):
-    """Raise the amax to `newest`, atomically, after a plain read that spares most atomics."""
-    tl.atomic_max(amax_bits, newest, mask=newest > tl.load(amax_bits))
+    """Raise the amax to `newest`, atomically, after a plain read that spares most atomics.
+
+    `relaxed`: only later launches read it. Otherwise a fence goes before each atomic, and the SM
+    forgets what its cache holds.
+    """
+    tl.atomic_max(amax_bits, newest, mask=newest > tl.load(amax_bits), sem="relaxed")
 
 
 @triton.jit

@@ -135,6 +135,7 @@ def facts(compiled: Any, capability: int) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "shared_limit": SHARED_LIMIT[capability],
         "scalar": dict(Counter(_SCALAR.findall(sass))),
+        "fences": len(re.findall(r"\b(?:MEMBAR|CCTL)\b", sass)),
         "wide": len(re.findall(r"\b(?:LDG|STG)[\w.]*\.128\b", sass)),
         "arithmetic": dict(Counter(re.findall(_ARITHMETIC, compiled.asm["ptx"]))),
     }

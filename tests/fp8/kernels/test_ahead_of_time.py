@@ -139,6 +139,7 @@ def check(rows: list[dict[str, Any]], *, is_odd: bool, hardware: bool = True) ->
         if kernel in (*ADAM, *SUMS):  # each operation is rounded by itself
             assert not any("fma." in name for name in row["arithmetic"]), what
         assert row["shared"] <= row["shared_limit"], what
+        assert not row["fences"], f"an amax is raised without waiting: {what}"
         if is_odd:
             continue
         # a conversion with integers takes registers: one word may be stored and loaded again
