@@ -169,6 +169,12 @@ class ScaleTable:
         """Return how many updates met a NaN or an infinity."""
         return self._rows(0)
 
+    @cached_property
+    def _own_rows(self) -> list[tuple[Update, torch.Tensor]]:
+        """Return the rows of each other rule, there: a list's copy to a GPU would be waited for."""
+        device = self._device
+        return [(own, torch.tensor(rows, device=device)) for own, rows in self._own.items()]
+
     def _rows(self, value: float, *columns: int) -> torch.Tensor:
         """Return a field of which every row has `value`: FP32, or int64 for a whole number."""
         dtype = torch.int64 if isinstance(value, int) else torch.float32
@@ -189,13 +195,14 @@ class ScaleTable:
         self.names.append(name)
         if not is_here:
             self.elsewhere.add(name)
-        for field in _FIELDS:
+        for field in (*_FIELDS, "_own_rows"):
             vars(self).pop(field, None)
         return Slot(self, len(self.names) - 1)
 
     def to(self, device: torch.device) -> None:
         """Move the table's tensors to `device`."""
         self._device = device
+        vars(self).pop("_own_rows", None)
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
 
@@ -322,7 +329,7 @@ class ScaleTable:
         target = torch.full_like(window_amax, self.largest)
         # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
         fresh = torch.div(target, window_amax).clamp_(max=FLOAT32_MAX)
-        for update, rows in self._own.items():
+        for update, rows in self._own_rows:
             of_rows = (staged[rows], self.history[rows], self.quant_scale[rows])
             history[rows], fresh[rows] = update(Seen(*of_rows, self.fmt, self.recipe))
         if history.shape[1] > 0:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_numerics import block_casts
 from fp8_numerics.cast import Fp8Tensor
@@ -364,6 +365,30 @@ def test_another_history_leaves_that_of_delayed_alone() -> None:
     for field, value in mixed.tensors().items():
         assert torch.equal(value[:2], delayed.tensors()[field][:2])
         assert torch.equal(value[2:], smoothed.tensors()[field][2:])
+
+
+class Indices(TorchDispatchMode):
+    """Keep the tensors that others are indexed by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            self.seen += args[1]
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_a_history_of_its_own() -> None:
+    """Rows go to the device once, and no mask is read: a meta tensor cannot say what is set."""
+    state = ScalingState(settings_of(own("smoothed"), amax_history_len=3))
+    assert linear_quantizer(state, "a") is not None
+    state.to(torch.device("meta"))
+    with Indices() as indices:
+        for _ in range(2):
+            state.end_forward()
+    assert len(indices.seen) == 10 and len(set(map(id, indices.seen))) == 1
 
 
 @pytest.mark.parametrize(
