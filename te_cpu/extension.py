@@ -114,14 +114,22 @@ def make_extension(sources: Sources) -> ModuleType:
 
 
 def as_compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that autograd and autocast do not see into, as they see no compiled one."""
+    """Return a function like a compiled one: autograd and autocast do not see into it.
+
+    Nor does torch's default dtype change what it computes.
+    """
 
     @functools.wraps(kernel)
     def called(*args: Any, **kwargs: Any) -> Any:
         is_cast = torch.is_autocast_enabled("cpu")
         as_given = torch.autocast("cpu", enabled=False) if is_cast else nullcontext()
-        with torch.no_grad(), as_one_kernel(), as_given:
-            found = kernel(*args, **kwargs)
+        default = torch.get_default_dtype()  # BF16 in a forward pass of Lightning's plugin
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.no_grad(), as_one_kernel(), as_given:
+                found = kernel(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
         if isinstance(found, list | tuple):
             return type(found)(_without_base(each, args) for each in found)
         return _without_base(found, args)

@@ -129,6 +129,28 @@ def test_autocast_does_not_reach_into_kernels() -> None:
             assert torch.equal(cast, plain)
 
 
+@pytest.mark.parametrize(
+    "recipe", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"]
+)
+def test_a_default_dtype_does_not_reach_into_kernels(recipe: str) -> None:
+    """Lightning's plugin makes BF16 the default of a forward pass; a kernel keeps FP32 inside."""
+    x, found = torch.randn(32, 128, dtype=torch.bfloat16), []
+    layer = te.LayerNormMLP(128, 128, params_dtype=torch.bfloat16)
+    for default in (torch.float32, torch.bfloat16):
+        mine = copy.deepcopy(layer)
+        for _ in range(2):
+            torch.set_default_dtype(default)
+            try:
+                with te.fp8_autocast(enabled=True, fp8_recipe=getattr(recipes, recipe)()):
+                    y = mine(x)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            y.sum().backward()
+        FP8GlobalStateManager.reset()
+        found.append([y, *(p.grad for p in mine.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("make", [lambda: te.Linear(32, 16), mixed], ids=["te", "mixed"])
 def test_checkpoint_recomputes_under_the_same_autocast(
