@@ -310,7 +310,8 @@ def _faults(
         if (fault := _fault_of(module)) is not None:
             faults[name] = fault
         elif len(alike := uses[id(_parameter_of(module))]) > 1:
-            faults[name] = f"its weight is shared, as {', '.join(alike)}", "Untie it"
+            remedy = "Untie it, or convert the model before another module wraps it"
+            faults[name] = f"its weight is shared, as {', '.join(alike)}", remedy
     fit = {name: module for name, module in linears.items() if name not in faults}
     unfit, multiples = _unfit(fit, precisions, recipe)
     return faults | unfit, multiples
@@ -348,10 +349,13 @@ def _fault_of(module: nn.Module) -> Fault | None:
         reason = f"its weight is no parameter but a {type(weight).__name__}"
         computed = ("weight_", "parametrizations.weight.")
         if not any(name.startswith(computed) for name, _ in module.named_parameters()):
-            return reason, "Make it an nn.Parameter"
+            return reason, "Make it an nn.Parameter, or convert before FSDP shards the model"
         reason += " that is computed from others (by pruning, weight_norm or spectral_norm)"
         undo = "prune.remove, remove_weight_norm, remove_parametrizations …"
         return reason, f"Undo that before ({undo}) and redo it after"
+    if not is_lazy(weight) and weight.dim() != 2:  # alike on all ranks, unlike the numbers
+        reason = f"its weight has {weight.dim()} dims, as a part that FSDP or DeepSpeed has made"
+        return reason, "Convert before the model is sharded, without deepspeed.zero.Init"
     return _fault_of_weight(weight)
 
 

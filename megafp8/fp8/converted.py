@@ -41,7 +41,7 @@ _LOGGER = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRACED = ("FakeTensor", "Proxy")
 """Classes of a weight while torch.export or torch.fx follows the model."""
-Stamp = list[tuple[int, int | None, torch.dtype]]  # address, number of writes, dtype
+Stamp = list[tuple[int, int | None, torch.dtype | None]]  # address, number of writes, dtype
 Phase = Literal["outside", "microbatch", "evaluation"]
 
 
@@ -140,7 +140,8 @@ class Shared:
                 "would never update its scales",
                 "Put `with state.microbatch():` around forward and backward, or "
                 "`with state.evaluation():` or `torch.no_grad()` around an evaluation; the Trainer "
-                "of transformers takes callbacks=[Fp8Callback(state)] of megafp8.fp8.trainer",
+                "of transformers takes callbacks=[Fp8Callback(state)] of megafp8.fp8.trainer, and "
+                "that of Lightning the callback in docs/guide/own_model_training.md",
             )
         self.scaling.weights_version += 1  # the weight may have changed since its last use
         return nullcontext()
@@ -464,11 +465,15 @@ class Converted(nn.Module):
         return of_weight or [self.weight]
 
     def stamp(self) -> Stamp:
-        """Return what changes when the weight is written or moved; nothing is known of DTensors."""
+        """Return what changes when the weight is written or moved; nothing is known of DTensors.
+
+        FSDP1 and ZeRO 3 of DeepSpeed give a weight new memory, and FSDP1 another dtype, at will.
+        """
+        stored = [tensor for tensor in self.stored_weights() if not is_dtensor(tensor)]
+        moves = [type(x) is torch.Tensor or hasattr(x, "ds_id") for x in stored]
         return [
-            (tensor.data_ptr(), version_of(tensor), tensor.dtype)
-            for tensor in self.stored_weights()
-            if not is_dtensor(tensor)
+            (0, version_of(x), None) if moved else (x.data_ptr(), version_of(x), x.dtype)
+            for x, moved in zip(stored, moves, strict=True)
         ]
 
     def _may_keep(self, stamp: Stamp) -> bool:
@@ -517,7 +522,7 @@ def after_load(module: nn.Module, keys: object) -> None:
     """Look at the weight that `load_state_dict` has put into a converted module."""
     assert isinstance(module, Converted)
     weight = module.own_weight()
-    if weight is not None and not is_dtensor(weight):
+    if weight is not None and not is_sharded(weight):
         module.fp8.shared.take_weight(module.fp8, weight)
 
 
@@ -529,6 +534,15 @@ def is_foreign_tensor(tensor: torch.Tensor) -> bool:
         and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         and not is_dtensor(tensor)
     )
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a weight is gathered for each use: by FSDP, or ZeRO 3 of DeepSpeed.
+
+    Between uses it is a `DTensor`, flat, or a view of memory that was freed.
+    """
+    is_away = tensor.dim() < 2 or not tensor.untyped_storage().nbytes()
+    return is_dtensor(tensor) or hasattr(tensor, "ds_id") or is_away
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

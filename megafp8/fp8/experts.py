@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.fp8.converted import CLASSES, Converted, converted_class, is_dtensor
+from megafp8.fp8.converted import CLASSES, Converted, converted_class, is_sharded
 from megafp8.fp8.draws import TokenOrder
 from megafp8.ops import torch_private
 
@@ -71,7 +71,8 @@ class Fp8ExpertLinear(Converted, ExpertLinear):  # type: ignore[misc]
 
     def stored_weights(self) -> Sequence[torch.Tensor]:
         experts, projection, _ = self._place
-        return [p for name, p in experts.named_parameters() if projection in name]
+        found = [p for name, p in experts.named_parameters() if projection in name]
+        return found or [self.whole]  # FSDP1 keeps views that are no parameters
 
     def on_tokens(
         self, x_RI: torch.Tensor, weight_OI: torch.Tensor, tokens_R: torch.Tensor, num_tokens: int
@@ -200,7 +201,7 @@ def _after_load(module: nn.Module, keys: object) -> None:
     assert isinstance(module, ConvertedExperts)
     for pair in module.fp8_linears:
         for linear in pair:
-            if isinstance(linear, Fp8ExpertLinear) and not is_dtensor(linear.whole):
+            if isinstance(linear, Fp8ExpertLinear) and not is_sharded(linear.whole):
                 linear.fp8.shared.take_weight(linear.fp8, linear.weight.detach())
 
 

@@ -48,15 +48,12 @@ class Reads(torch_private.TorchDispatchMode):
         self.is_counted = True  # the FLOPs of all products are known
         self._kinds: dict[int, str] = {}  # of products, by their autograd nodes
         self._is_own = is_own
-        self._fixed: dict[int, frozenset[str]] = {}
+        self._fixed: dict[int, list[tuple[int, int, frozenset[str]]]] = {}  # by the storage's key
         self._derived: dict[int, tuple[object, frozenset[str]]] = {}  # by the storage's key
-        for tensor in fixed:
-            self._fixed[_key(tensor)] = frozenset()
-        for name, tensors in weights.items():
-            for tensor in tensors:
-                self._fixed[_key(tensor)] = self._fixed.get(_key(tensor), frozenset()) | {name}
-        for tensor in heads:
-            self._fixed[_key(tensor)] = self._fixed.get(_key(tensor), frozenset()) | {HEAD}
+        named = [(tensor, {HEAD}) for tensor in heads]
+        named += [(tensor, {name}) for name, tensors in weights.items() for tensor in tensors]
+        for tensor, names in [*((tensor, set[str]()) for tensor in fixed), *named]:
+            self._fixed.setdefault(_key(tensor), []).append((*_place(tensor), frozenset(names)))
 
     @property
     def saw_products(self) -> bool:
@@ -119,12 +116,23 @@ class Reads(torch_private.TorchDispatchMode):
 
     def _source(self, tensor: torch.Tensor) -> frozenset[str] | None:
         """Return the names of the weights that a tensor comes from; None if it is an activation."""
-        derived = self._derived.get(_key(tensor))
-        return self._fixed.get(_key(tensor)) if derived is None else derived[1]
+        if (derived := self._derived.get(_key(tensor))) is not None:
+            return derived[1]
+        if (fixed := self._fixed.get(_key(tensor))) is None:
+            return None
+        begin, end = _place(tensor)  # all parameters may be views of one buffer (DeepSpeed, apex)
+        return frozenset[str]().union(*(n for b, e, n in fixed if b < end and begin < e))
 
 
 def _key(tensor: torch.Tensor) -> int:
     return torch_private.storage_key(tensor.untyped_storage())
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return which bytes of its storage a tensor lies in: the first, and the one after the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    begin, last = int(tensor.storage_offset()), sum((size - 1) * step for size, step in steps)
+    return begin * tensor.itemsize, (begin + last + 1) * tensor.itemsize
 
 
 def _tensors_of(values: Any) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch import nn
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.triton_launch import on_device_of
 from megafp8.fp8.census import Census, names, patterns_of
-from megafp8.fp8.converted import MULTIPLYING, Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
+from megafp8.fp8.converted import MULTIPLYING, Converted, Fp8Error, Phase, Shared, Stamp, is_sharded
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
 from megafp8.fp8.reads import Reads
@@ -399,12 +399,12 @@ class Fp8State:
     def _begin_step(self) -> None:
         """Remember each weight's address and version, to detect a change before the step ends.
 
-        A weight that FSDP2 shards is gathered again for the backward pass.
+        A weight that is sharded is gathered again for the backward pass.
         """
         self._stamps = {}
         for name, linear in self.linears.items():
-            is_sharded = any(map(is_dtensor, linear.stored_weights()))
-            linear.fp8.weight_form.is_saved_for_backward = not is_sharded
+            is_gathered = any(map(is_sharded, linear.stored_weights()))
+            linear.fp8.weight_form.is_saved_for_backward = not is_gathered
             self._stamps[name] = linear.stamp()
 
     def _check_same_weights(self) -> None:

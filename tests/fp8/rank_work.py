@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,6 +80,56 @@ def train(rank: Rank, wrapper: str, reduce: bool, experts: bool = False) -> dict
         "first": {name: scale.quant_scale for name, scale in first_scales.items()},
         "scales": {name: scale.quant_scale for name, scale in state.scales().items()},
     }
+
+
+def train_by_fsdp1(rank: Rank) -> tuple[list[list[Any]], list[str]]:
+    """Accumulate two microbatches a step: by hand, and in each way of FSDP1, which it refuses late.
+
+    Return losses, parameters and scales of each, and what conversion says of sharded models.
+    """
+    dist.init_process_group("gloo", rank=rank.index, world_size=rank.size)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 is deprecated
+    ways = [(ShardingStrategy[s], o) for s in ("FULL_SHARD", "SHARD_GRAD_OP") for o in (0, 1)]
+
+    def shard(module: torch.nn.Module, way: tuple[ShardingStrategy, int]) -> torch.nn.Module:
+        device = torch.device("cpu")
+        given = {"sharding_strategy": way[0], "use_orig_params": bool(way[1]), "device_id": device}
+        return FullyShardedDataParallel(module, **given)
+
+    def run(way: tuple[ShardingStrategy, int] | None) -> list[Any]:
+        model = mlp()
+        state = fp8.convert(model, amax_group=dist.group.WORLD)
+        whole: Any = model
+        if way is not None:
+            model[0], model[2] = shard(model[0], way), shard(model[2], way)
+            whole = shard(model, way)
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        losses = []
+        for step in range(2 * STEPS):
+            is_first = step % 2 == 0
+            waits = whole.no_sync() if way is not None and is_first else nullcontext()
+            with waits, state.microbatch(first=is_first):
+                loss = whole(batch(step).chunk(rank.size)[rank.index]).square().mean()
+                loss.backward()
+            losses.append(loss.item())
+            if not is_first:
+                for parameter in model.parameters() if way is None else ():
+                    dist.all_reduce(parameter.grad.div_(rank.size))
+                optimizer.step()
+                optimizer.zero_grad()
+        forms = [linear.fp8.weight_form for linear in state.linears.values()]
+        assert all(form.is_saved_for_backward == (way is None) for form in forms)
+        summon = FullyShardedDataParallel.summon_full_params
+        with nullcontext() if way is None else summon(whole):
+            flat = torch.cat([p.detach().flatten() for p in whole.parameters()])
+        return [losses, flat, state.state_dict()]
+
+    said = []
+    for way in ways[:2]:
+        with pytest.raises(fp8.Fp8Error) as refused:
+            fp8.convert(shard(mlp(), way))
+        said.append(str(refused.value))
+    return [run(None), *map(run, ways)], said
 
 
 def convert_in_a_group_of_one(rank: Rank) -> str | None:

@@ -361,6 +361,75 @@ def test_weights_that_are_computed_from_others_after_the_conversion_are_multipli
         assert torch.equal(got, plain(X))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "nvfp4"])
+def test_weights_that_deepspeed_gathers_for_each_use_have_the_same_bits(recipe: Any) -> None:
+    """ZeRO 3 keeps a part between uses, or some weights as a whole, each time in other memory."""
+    found = []
+    for is_sharded in (False, True):
+        model = mlp()
+        state = fp8.convert(model, recipe)
+        parts = {p: p.detach().clone() for p in model.parameters()}
+
+        def gather(module: nn.Module, *_: object, parts: Any = parts) -> None:
+            for p in module.parameters(recurse=False):
+                p.data = parts[p].clone()
+
+        def free(module: nn.Module, *_: object) -> None:
+            for p in module.parameters(recurse=False):
+                p.data = torch.empty(0)
+
+        for p in model.parameters() if is_sharded else ():
+            p.ds_id = 0
+        for linear in (model[0], model[2]) if is_sharded else ():
+            linear.register_forward_pre_hook(gather)
+            linear.register_forward_hook(free)
+            linear.register_full_backward_pre_hook(gather)
+            free(linear)
+        for is_first in (True, False):
+            with state.microbatch(first=is_first):
+                model(X.clone().requires_grad_()).square().mean().backward()
+        keeps = [linear.fp8.weight_form.is_saved_for_backward for linear in state.linears.values()]
+        assert keeps == [not is_sharded] * 2
+        found.append([*(p.grad for p in model.parameters()), *state.state_dict().values()])
+    assert all(map(torch.equal, *found))
+    model = mlp()
+    model[0].weight.data = torch.empty(0)
+    with pytest.raises(fp8.Fp8Error, match="0: its weight has 1 dims.*without deepspeed.zero.Init"):
+        fp8.convert(model, recipe)
+
+
+class WithHeads(nn.Module):
+    def __init__(self, reads_unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.unused = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.lm_head, self.gate = nn.Linear(32, 10), nn.Linear(32, 10)
+        self.reads_unused = reads_unused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        if self.reads_unused:
+            x = nn.functional.linear(x, self.unused.weight)
+        out: torch.Tensor = self.lm_head(x) + self.gate(x)
+        return out
+
+
+def test_parameters_in_one_flat_buffer_are_told_apart() -> None:
+    """As ZeRO 1 and 2 of DeepSpeed keep them: a skipped weight's product reads no other weight."""
+    shares = []
+    for is_flat in (False, True):
+        for reads_unused in (False, True):
+            model = WithHeads(reads_unused)
+            state = fp8.convert(model, "tensorwise", skip=["lm_head", "gate"])
+            flat = in_flat(model) if is_flat else None
+            told = pytest.raises(fp8.Fp8Error, match="^unused: converted, but other code")
+            with told if reads_unused else contextlib.nullcontext(), state.microbatch():
+                model(X).sum().backward()
+            shares.append(state.share)
+            assert flat is None or flat.numel()
+    assert shares[:2] == shares[2:] and 0 < shares[1] < shares[0] < 1
+
+
 def test_an_evaluation_between_two_microbatches_of_a_step_leaves_no_trace() -> None:
     """The second microbatch repeats the first one's scale of the weight, and records nothing."""
     found = []

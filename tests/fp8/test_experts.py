@@ -354,6 +354,25 @@ def test_weights_that_change_in_a_step_are_refused_by_the_experts_name() -> None
     assert frozen.experts.gate_up_proj.grad is None and frozen.experts.down_proj.grad.any()
 
 
+def test_views_that_fsdp1_keeps_in_place_of_parameters_train() -> None:
+    """With `use_orig_params=False` a module has no parameters of its own, and new views at will."""
+    arguments = noise(len(CHOSEN), WIDTH, seed=1), noise(*CHOSEN.shape, seed=2)
+    found = []
+    for is_viewed in (False, True):
+        layer = Layer()
+        state = fp8.convert(layer)
+        flat = {n: layer.experts._parameters[n].flatten() for n in fused.PROJECTIONS}
+        for is_first in (True, False):
+            for name, whole in flat.items() if is_viewed else ():
+                shape = getattr(layer.experts, name).shape
+                layer.experts._parameters.pop(name, None)
+                setattr(layer.experts, name, whole.view(shape))
+            with state.microbatch(first=is_first):
+                layer(*arguments).square().sum().backward()
+        found.append(state.state_dict())
+    assert all(torch.equal(found[1][key], saved) for key, saved in found[0].items())
+
+
 class Doubled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return 2 * weight

@@ -99,6 +99,16 @@ def test_sharded_weights_train_as_replicas_do() -> None:
         assert result["scales"] == pytest.approx(expected["scales"], rel=2.0**-3)
 
 
+def test_fsdp1_has_the_bits_of_gradients_that_are_averaged_by_hand() -> None:
+    for (by_hand, *ways), said in run_ranks(rank_work.train_by_fsdp1, 2):
+        for losses, parameters, scales in ways:
+            assert losses == by_hand[0] and torch.equal(parameters, by_hand[1])
+            assert all(torch.equal(scales[key], saved) for key, saved in by_hand[2].items())
+        of_view, of_part = said
+        assert "no parameter but a Tensor. Make it an nn.Parameter, or convert before" in of_view
+        assert "its weight has 1 dims" in of_part and "Convert before the model is" in of_part
+
+
 @pytest.mark.slow
 def test_sharded_experts_train_as_replicas_do() -> None:
     """Their fused parameters are gathered, and both passes of an expert's linear read a slice."""
