@@ -141,7 +141,7 @@ class Shared:
                 "Put `with state.microbatch():` around forward and backward, or "
                 "`with state.evaluation():` or `torch.no_grad()` around an evaluation; the Trainer "
                 "of transformers takes callbacks=[Fp8Callback(state)] of megafp8.fp8.trainer, and "
-                "that of Lightning the callback in docs/guide/own_model_training.md",
+                "a LightningModule takes the hooks of docs/guide/own_model_training.md",
             )
         self.scaling.weights_version += 1  # the weight may have changed since its last use
         return nullcontext()

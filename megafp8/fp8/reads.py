@@ -48,12 +48,14 @@ class Reads(torch_private.TorchDispatchMode):
         self.is_counted = True  # the FLOPs of all products are known
         self._kinds: dict[int, str] = {}  # of products, by their autograd nodes
         self._is_own = is_own
-        self._fixed: dict[int, list[tuple[int, int, frozenset[str]]]] = {}  # by the storage's key
+        self._fixed: dict[int, dict[tuple[int, int], frozenset[str]]] = {}  # by key and place
         self._derived: dict[int, tuple[object, frozenset[str]]] = {}  # by the storage's key
-        named = [(tensor, {HEAD}) for tensor in heads]
-        named += [(tensor, {name}) for name, tensors in weights.items() for tensor in tensors]
-        for tensor, names in [*((tensor, set[str]()) for tensor in fixed), *named]:
-            self._fixed.setdefault(_key(tensor), []).append((*_place(tensor), frozenset(names)))
+        named = [(tensor, HEAD) for tensor in heads]
+        named += [(tensor, name) for name, tensors in weights.items() for tensor in tensors]
+        for tensor in (*fixed, *(tensor for tensor, _ in named)):
+            self._fixed.setdefault(_key(tensor), {})[_place(tensor)] = frozenset()
+        for tensor, name in named:
+            self._fixed[_key(tensor)][_place(tensor)] |= {name}
 
     @property
     def saw_products(self) -> bool:
@@ -121,7 +123,7 @@ class Reads(torch_private.TorchDispatchMode):
         if (fixed := self._fixed.get(_key(tensor))) is None:
             return None
         begin, end = _place(tensor)  # all parameters may be views of one buffer (DeepSpeed, apex)
-        return frozenset[str]().union(*(n for b, e, n in fixed if b < end and begin < e))
+        return frozenset[str]().union(*(n for (b, e), n in fixed.items() if b < end and begin < e))
 
 
 def _key(tensor: torch.Tensor) -> int:
