@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fp8_numerics.kernels.compile import library
 from fp8_numerics.meta import is_in_kernel
 from megafp8.ops.torch_private import TorchDispatchMode, storage_key
 from megafp8.parallel.fsdp import local_of
@@ -33,6 +34,7 @@ class LiveBytes(TorchDispatchMode):
         resized: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        library()  # the tensors with which it tries its kernels once are not those of a run
         self.device, self._memory_of, self._resized = device, memory_of, resized
         self.most = 0
         self.most_with_watched = 0
