@@ -5,10 +5,11 @@
 
 Each round runs nanoGPT (4 layers x 128, 12 x 64 tokens, FP32, no dropout, not compiled), and ours
 of the same sizes in FP32 and in FP8, one after the other with two threads. The text is that of this
-project's documents: characters for nanoGPT, bytes for ours. All evaluate 20 batches every 250 steps
-and save once. nanoGPT's GELU is the exact one, so ours has it too, and once in FP32 the form with
-tanh that is our default. The figures are seconds of a command and milliseconds of a step: medians
-of the rounds, of which a step's is the median of the logged ones in the second half.
+project's documents: characters for nanoGPT, bytes for ours. Every 250 steps nanoGPT evaluates 20
+batches of each of its two sets and saves if it has become better; ours evaluate 20 batches of one
+set, and save at the end. nanoGPT's GELU is the exact one, so ours has it too, and once in FP32 the
+form with tanh that is our default. The figures are seconds of a command and milliseconds of a step:
+medians of the rounds, of which a step's is the median of the logged ones in the second half.
 """
 
 from __future__ import annotations

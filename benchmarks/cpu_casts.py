@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fp8_numerics import block_casts
-from fp8_numerics.cast import decode, quantize
+from fp8_numerics.cast import amax_of, decode, quantize
 from fp8_numerics.formats import E4M3
 from fp8_numerics.kernels.compile import library
 
@@ -52,6 +52,7 @@ def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
                 made[f"{what} {name}, grid {grid_name}"] = partial(
                     quantize, source, scale, E4M3, amax=amax, grid_dtype=grid, column_sum=sums
                 )
+        made[f"amax {name}"] = partial(amax_of, source)
         made[f"decode to {name}"] = lambda dtype=dtype: decode(payload, E4M3, dtype)
         made |= {f"{what} {name}": run for what, run in by_blocks(source).items()}
     return made

@@ -104,17 +104,17 @@ void megafp8_quantize_and_sum(const void *x, size_t rows, size_t cols, int kind,
 
 INLINE int32_t amax_span(const void *restrict x, size_t begin, size_t end, int kind) {
     int32_t amax = 0;
-    int16_t half = 0; /* so that one vector holds 32 numbers in BF16 */
+    int16_t bf16 = 0; /* so that one vector holds 32 numbers in BF16 */
     for (size_t i = begin; i < end; i++) {
         if (kind == BF16) {
             const int16_t magnitude = ((const int16_t *)x)[i] & 0x7fff;
-            half = magnitude > half ? magnitude : half;
+            bf16 = magnitude > bf16 ? magnitude : bf16;
         } else {
             const int32_t magnitude = (int32_t)(as_bits(load(x, i, kind)) & 0x7fffffffu);
             amax = magnitude > amax ? magnitude : amax;
         }
     }
-    return kind == BF16 ? half << 16 : amax;
+    return kind == BF16 ? bf16 << 16 : amax;
 }
 
 /* `amax` becomes max|x|, or infinity if there is a NaN. */

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_numerics import block_casts
 from fp8_numerics import nvfp4 as arithmetic
@@ -28,6 +27,7 @@ from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES
 from tests.c_kernels import need_kernels, threads_started
 from tests.fp8.quantized import quantized
+from tests.kit.operations import Operations
 from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.data import data
 from tests.spec.draws import key_of
@@ -364,23 +364,14 @@ def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
 ) -> None:
     """A cast of few rows costs as much as it has calls."""
     need_kernels()
-    seen = set[str]()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
     x, scales = torch.from_numpy(made("normal")), Nvfp4.traits.input.last
     arithmetic.signs()  # is made once
-    with Watch():
+    with Operations() as seen:
         block = (1, 16) if along == "last" else (16, 1)
         asked = Cast("input", scales, None, False, along, None, lambda shape: torch.empty(shape))
         made_in_c = Nvfp4().in_c(x, block, asked)
     assert made_in_c is not None
-    assert seen == {"new_empty", "empty_like", "_local_scalar_dense"}
+    assert set(seen.names) == {"new_empty", "empty_like", "_local_scalar_dense"}
 
 
 @pytest.mark.parametrize("kernel", ["rotation", "values", "rows", "columns", "blocks", "written"])

@@ -49,6 +49,7 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
+from tests.kit.operations import Operations
 from tests.models.reference import weights_of
 from tests.tiny import (
     SEQ,
@@ -407,19 +408,10 @@ def test_no_function_of_an_unfixed_order_is_used() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_counting_tokens_does_not_read_them_on_the_host(device: str) -> None:
     """As `torch.bincount` does on a GPU, twice (ATen/native/cuda/SummaryOps.cu)."""
-    names: set[str] = set()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            names.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+    with Operations() as seen:
         counts = counts_of(torch.tensor([[0, 2], [2, 3]], device=device), 5)
     assert counts.is_meta or counts.tolist() == [1, 0, 2, 1, 0]
-    assert not names & {"bincount", "_local_scalar_dense"}
+    assert not {"bincount", "_local_scalar_dense"} & set(seen.names)
 
 
 # ------------------------------------------------------------------- transformers' own blocks

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.state import TeScaling
 from megafp8.specs import Fp8Recipe
-
-
-class Operations(TorchDispatchMode):
-    """Notes operations and which of them read memory of `watched`."""
-
-    def __init__(self, *watched: torch.Tensor) -> None:
-        super().__init__()
-        self._storages = {x.untyped_storage().data_ptr() for x in watched}
-        self.names: list[str] = []
-        self.readers: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.names.append(name)
-        flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg])]
-        found = [x for x in flat if isinstance(x, torch.Tensor)]
-        is_view = name in ("select", "slice", "detach", "unsqueeze")
-        if not is_view and any(x.untyped_storage().data_ptr() in self._storages for x in found):
-            self.readers.append(name)
-        return func(*args, **(kwargs or {}))
+from tests.kit.operations import Operations
 
 
 def test_a_part_of_the_sequence_stays_in_the_order_of_the_layers() -> None:
