@@ -1,4 +1,4 @@
-"""Measure the CPU time of the casts in C on one thread, beside plain copies and an earlier tree.
+"""Measure the CPU time of the kernels in C on one thread, beside plain copies and an earlier tree.
 
 `--against` names a tree of an earlier commit, such as a git worktree, whose kernels do the same in
 processes that alternate with this tree's. `--march` compiles both for an older CPU. The benchmark
@@ -32,12 +32,13 @@ from fp8_numerics import block_casts
 from fp8_numerics.cast import amax_of, decode, quantize
 from fp8_numerics.formats import E4M3
 from fp8_numerics.kernels.compile import library
+from megafp8.models.parts import activation
 
 TURNS = 3  # processes of each tree; a figure is the least of their medians
 
 
 def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
-    """Return the copies, casts and decodings of a [rows, cols] tensor by their names."""
+    """Return the copies, casts, decodings and GELUs of a [rows, cols] tensor by their names."""
     scale, amax, made = torch.tensor(100.0), torch.zeros(()), {}
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, cols, generator=generator)
@@ -54,6 +55,12 @@ def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
                 )
         made[f"amax {name}"] = partial(amax_of, source)
         made[f"decode to {name}"] = lambda dtype=dtype: decode(payload, E4M3, dtype)
+        leaf = source.clone().requires_grad_()
+        out = activation("gelu-tanh")(leaf)
+        made[f"gelu {name}"] = partial(activation("gelu-tanh"), source)
+        made[f"gelu backward {name}"] = partial(
+            torch.autograd.grad, out, leaf, source, retain_graph=True
+        )
         made |= {f"{what} {name}": run for what, run in by_blocks(source).items()}
     return made
 

@@ -1,15 +1,18 @@
-"""Time whole training steps of a very small model on a CPU, where Python counts.
-
-FP32 and FP8 (`delayed`, with FP32 as the other dtype) train without dropout, in one process for
-each tree; plain PyTorch (`plain_gpt.py` with an AdamW loop) in another. All alternate, one step at
-a time. The figures are medians of the CPU time of a process. Several trees, such as a git worktree
-of an earlier commit and this one, are compared in one run:
+"""Time whole training steps of a small model on a CPU, beside plain PyTorch.
 
     python benchmarks/small_step.py --trees ../earlier . --steps 40
+    python benchmarks/small_step.py --width 256 --seq 256 --batch 8 --vocab 512 --precision bf16 \\
+        --variants plain compiled high delayed mxfp8 convert:high convert:delayed
 
-With `--calls` the calls of Python functions in one step are counted instead. With
-`--precision bf16` BF16 takes the place of FP32, but in plain PyTorch. With `--avx2` torch and
-its libraries imitate a CPU that has AVX2 and nothing newer.
+A variant is `plain` (`plain_gpt.py` with a loop of clipping and fused AdamW, its weights in the
+precision), `compiled` (the same by `torch.compile`), `torchao` and `torchao:compiled` (its emulated
+FP8), `high` (ours without FP8), a recipe, or `convert:` before these two, which is `fp8.convert` of
+the plain model. All train without dropout. Plain ones have a process each, ours one for each tree;
+all alternate, one step at a time. A figure is the median of a process's CPU time, with more threads
+of the clock; a ratio is the median of the ratios of each round. Trees, such as a git worktree of an
+earlier commit and this one, are compared in one run. With `--calls` the calls of Python functions
+in one step are counted instead, and with `--parts` torch's profiler says what takes its time. With
+`--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer.
 """
 
 from __future__ import annotations
@@ -22,51 +25,80 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-SETTINGS = {"high": (), "fp8": ("model.fp8=True",)}
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+WARMUP = 3
+PLAIN = ("plain", "compiled", "torchao", "torchao:compiled")
+PARTS = {  # of the profiler's names; what runs in a function of autograd's is the function's own
+    "products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("aten::_scaled_dot_product",),
+    "GELU": ("aten::gelu", "_Gelu"),
+    "casts and Python of linears": ("DirectLinearFunction", "_ConvertedFunction", "_Linears"),
+    "norms": ("aten::native_layer_norm",),
+    "loss": ("aten::_log_softmax", "aten::nll_loss", "_ChunkedCrossEntropy"),
+    "optimizer, norm of gradients": ("aten::_fused_adam", "aten::linalg_vector_norm"),
+    "sums of columns": ("aten::sum",),
+    "copies, additions, zeros": ("aten::copy_", "aten::cat", "aten::add", "aten::fill_"),
+}
+Step = Callable[[], object]
 
 
-def serve(kind: str, sizes: argparse.Namespace) -> None:
-    """Run one step for each line of standard input, which names it; print its CPU seconds."""
+def serve(sizes: argparse.Namespace) -> None:
+    """Run one step for each line of standard input, which names it; print its seconds."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(sizes.threads)
     torch.manual_seed(0)
-    steps = {"plain": plain_step(sizes)} if kind == "plain" else our_steps(sizes)
+    steps = {
+        name: plain_step(name, sizes) if name in PLAIN or ":" in name else our_step(name, sizes)
+        for name in sizes.serve
+    }
+    clock = time.process_time if sizes.threads == 1 else time.perf_counter
     for line in sys.stdin:
         step = steps[line.strip()]
-        if sizes.calls:
-            print(calls_of(step), flush=True)
+        if sizes.calls or sizes.parts:
+            print(calls_of(step) if sizes.calls else json.dumps(parts_of(step)), flush=True)
             continue
-        began = time.process_time()
+        began = clock()
         step()
-        print(time.process_time() - began, flush=True)
+        print(clock() - began, flush=True)
 
 
-def plain_step(sizes: argparse.Namespace) -> Callable[[], object]:
-    """Return a training step of plain PyTorch in FP32: forward, backward, clipping, AdamW."""
+def plain_step(name: str, sizes: argparse.Namespace) -> Step:
+    """Return a step of plain PyTorch: forward and backward pass, clipping, AdamW."""
     import torch
-    from plain_gpt import PlainGPT
+    from plain_gpt import PlainGPT, emulated_fp8
 
     model = PlainGPT(sizes.layers, sizes.width, max(1, sizes.width // 64), sizes.vocab, sizes.seq)
+    model = model.to(torch.float32 if sizes.precision == "32" else torch.bfloat16)
+    microbatch: Callable[[], AbstractContextManager[object]] = nullcontext
+    if name.startswith("torchao"):
+        model = emulated_fp8(model)
+    if name.startswith("convert:") and name != "convert:high":
+        from megafp8 import fp8
+
+        microbatch = fp8.convert(model, recipe=name.partition(":")[2]).microbatch
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = torch.compile(model) if name.endswith("compiled") else model
     tokens, targets = torch.randint(sizes.vocab, (2, sizes.batch, sizes.seq))
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        model(tokens, targets).backward()
+        with microbatch():
+            run(tokens, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     return step
 
 
-def our_steps(sizes: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    """Return a training step in each of our precisions."""
+def our_step(name: str, sizes: argparse.Namespace) -> Step:
+    """Return a step of this framework in a recipe, or in high precision."""
     import dataclasses
     from functools import partial
 
@@ -82,30 +114,29 @@ def our_steps(sizes: argparse.Namespace) -> dict[str, Callable[[], object]]:
     from megafp8.train.step import train_step
 
     prepare_process(torch.device("cpu"), fp32=sizes.precision == "32")
-    rng, steps = np.random.default_rng(0), {}
-    batch = Microbatch(*rng.integers(0, sizes.vocab, (2, sizes.batch, sizes.seq)))
-    for name, settings in SETTINGS.items():
-        cfg = load(
-            [
-                f"trainer.precision={sizes.precision}",
-                f"model.num_layers={sizes.layers}",
-                f"model.hidden_size={sizes.width}",
-                f"model.ffn_hidden_size={4 * sizes.width}",
-                f"model.num_attention_heads={max(1, sizes.width // 64)}",
-                f"model.encoder_seq_length={sizes.seq}",
-                f"model.micro_batch_size={sizes.batch}",
-                f"model.global_batch_size={sizes.batch}",
-                "model.optim.lr=1e-4",
-                "model.hidden_dropout=0",  # plain PyTorch has none
-                "model.attention_dropout=0",
-                *settings,
-            ]
-        )
-        spec = resolve(cfg, lambda: False)
-        model = dataclasses.replace(spec.model, vocab_size=sizes.vocab)
-        state = build(dataclasses.replace(spec, model=model), single_rank())
-        steps[name] = partial(train_step, state, [batch])
-    return steps
+    batch = Microbatch(
+        *np.random.default_rng(0).integers(0, sizes.vocab, (2, sizes.batch, sizes.seq))
+    )
+    cfg = load(
+        [
+            f"trainer.precision={sizes.precision}",
+            f"model.num_layers={sizes.layers}",
+            f"model.hidden_size={sizes.width}",
+            f"model.ffn_hidden_size={4 * sizes.width}",
+            f"model.num_attention_heads={max(1, sizes.width // 64)}",
+            f"model.encoder_seq_length={sizes.seq}",
+            f"model.micro_batch_size={sizes.batch}",
+            f"model.global_batch_size={sizes.batch}",
+            "model.optim.lr=1e-4",
+            "model.hidden_dropout=0",  # plain PyTorch has none
+            "model.attention_dropout=0",
+            *([] if name == "high" else ["model.fp8=True", f"model.fp8_recipe={name}"]),
+        ]
+    )
+    spec = resolve(cfg, lambda: False)
+    model = dataclasses.replace(spec.model, vocab_size=sizes.vocab)
+    state = build(dataclasses.replace(spec, model=model), single_rank())
+    return partial(train_step, state, [batch])
 
 
 def calls_of(step: Callable[[], object]) -> int:
@@ -124,76 +155,115 @@ def calls_of(step: Callable[[], object]) -> int:
     return count
 
 
+def parts_of(step: Step) -> dict[str, float]:
+    """Return the milliseconds of one step by `PARTS`, in the profiler's time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        step()
+    found = dict.fromkeys((*PARTS, "all else"), 0.0)
+    for event in recorded.key_averages():
+        names = (part for part, heads in PARTS.items() if event.key.startswith(heads))
+        found[next(names, "all else")] += event.self_cpu_time_total / 1e3
+    return found
+
+
 def main() -> None:
     """Time all variants in turn, print medians and ratios, and write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    sizes = {"layers": 4, "width": 128, "seq": 64, "batch": 12, "vocab": 256}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"layers": 4, "width": 128, "seq": 64, "batch": 12, "vocab": 256, "threads": 1}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--variants", nargs="+", default=["plain", "high", "delayed"])
     parser.add_argument("--trees", nargs="+", type=Path, default=[Path(__file__).parents[1]])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--precision", choices=("32", "bf16"), default="32")
     parser.add_argument("--avx2", action="store_true", help="imitate a CPU with AVX2")
-    parser.add_argument("--calls", action="store_true", help="count Python calls, time nothing")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--calls", action="store_true", help="count Python calls, time nothing")
+    instead.add_argument("--parts", action="store_true", help="show the parts of a profiled step")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        serve(args.serve, args)
+        serve(args)
         return
-    named = [*sizes, "precision"]
-    shape = [word for name in named for word in (f"--{name}", str(getattr(args, name)))]
-    shape += ["--calls"] * args.calls
-    workers: dict[str, subprocess.Popen[str]] = {}
-    for number, tree in enumerate([Path(), *args.trees]):
-        name = f"tree {number}" if number else "plain"
-        command = [sys.executable, __file__, *shape, "--serve", name.partition(" ")[0]]
-        workers[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    shape = [
+        word for name in (*sizes, "precision") for word in (f"--{name}", str(getattr(args, name)))
+    ]
+    shape += ["--calls"] * args.calls + ["--parts"] * args.parts
+    asked: list[tuple[str, str, subprocess.Popen[str]]] = []  # label, variant, process
+
+    def start(names: Sequence[str], tree: Path, where: str = "") -> None:
+        worker = subprocess.Popen(
+            [sys.executable, __file__, *shape, "--serve", *names],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={"PYTHONPATH": str(tree.resolve()), "PATH": "/usr/bin:/bin"}
             | (AVX2 if args.avx2 else {}),
         )  # fmt: skip
-    asked = [("plain", "plain"), *((w, kind) for w in list(workers)[1:] for kind in SETTINGS)]
-    seconds: dict[str, list[float]] = {}
-    high = "fp32" if args.precision == "32" else "bf16"
-    for _ in range(4 if args.calls else args.steps + 3):
-        for name, kind in asked:
-            worker = workers[name]
+        asked.extend((f"{where}{name}", name, worker) for name in names)
+
+    for name in args.variants:
+        if name in PLAIN:
+            start([name], Path())
+    for number, tree in enumerate(args.trees, 1):
+        where = f"tree {number} " if len(args.trees) > 1 else ""
+        for converted in (False, True):
+            names = [n for n in args.variants if n not in PLAIN and (":" in n) == converted]
+            if names:
+                start(names, tree, where)
+    answers: dict[str, list[Any]] = {label: [] for label, *_ in asked}
+    for round_ in range(WARMUP + (1 if args.calls else args.steps)):
+        for label, name, worker in asked:
             assert worker.stdin is not None and worker.stdout is not None
-            print(kind, file=worker.stdin, flush=True)
-            label = name if name == kind else f"{name} {high if kind == 'high' else kind}"
-            seconds.setdefault(label, []).append(float(worker.stdout.readline()))
-    for worker in workers.values():
+            print(name, file=worker.stdin, flush=True)
+            answer = worker.stdout.readline()
+            if round_ >= WARMUP:
+                answers[label].append(json.loads(answer))
+    for _, _, worker in asked:
         worker.communicate()
     if args.calls:
-        for name, counts in seconds.items():
-            print(f"{name:>12}: {counts[-1]:.0f} Python calls")
+        for label, counts in answers.items():
+            print(f"{label:>24}: {counts[-1]} Python calls")
         return
-    medians = {name: statistics.median(values[3:]) for name, values in seconds.items()}
-    for name, median in medians.items():
-        print(f"{name:>12}: {1e3 * median:7.2f} ms")
-    ratios = {}
-    for number in range(1, len(args.trees) + 1):
-        ours, fp8 = medians[f"tree {number} {high}"], medians[f"tree {number} fp8"]
-        ratios[f"tree {number}: fp8 over {high}"] = ours / fp8
-        if high == "fp32":
-            ratios[f"tree {number}: fp32 over plain"] = medians["plain"] / ours
-    for name, ratio in ratios.items():
-        print(f"{name} {ratio:.3f}")
+    if args.parts:
+        print(" " * 28 + "".join(f"{label:>18}" for label in answers))
+        for part in answers[asked[0][0]][0]:
+            each = (statistics.median(step[part] for step in steps) for steps in answers.values())
+            print(f"{part:>28}" + "".join(f"{milliseconds:>18.2f}" for milliseconds in each))
+        return
+    seconds: dict[str, list[float]] = answers
+    for label, values in seconds.items():
+        others = {other: ratio(seconds[other], values) for other in seconds if other != label}
+        told = ", ".join(f"{speed:.3f} of {other}" for other, speed in others.items())
+        print(f"{label:>24}: {1e3 * statistics.median(values):8.2f} ms; speed {told}")
     today = datetime.date.today().isoformat()
     cpu = "_imitated-avx2" if args.avx2 else ""
-    dtype = "" if high == "fp32" else f"_{high}"
+    dtype = "" if args.precision == "32" else f"_{args.precision}"
     path = args.results / f"{today}_small-step_{args.layers}x{args.width}{dtype}{cpu}.json"
     result = {
-        "what": "CPU seconds of whole training steps, medians; ratios of speeds; oldest tree first",
+        "what": "seconds of whole training steps, medians; ratios of speeds; oldest tree first",
+        "clock": "CPU time" if args.threads == 1 else "wall",
         "shape": {name: getattr(args, name) for name in sizes},
         "steps": args.steps,
         "versions": {"python": platform.python_version(), "torch": version("torch")},
-        "median_seconds": medians,
-        "ratios": ratios,
+        "median_seconds": {label: statistics.median(values) for label, values in seconds.items()},
+        "speeds": {
+            f"{label} over {other}": ratio(seconds[other], seconds[label])
+            for label in seconds
+            for other in seconds
+            if other != label
+        },
     }
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")
+
+
+def ratio(other: Sequence[float], own: Sequence[float]) -> float:
+    """Return the median over the rounds of the other's seconds over one's own."""
+    return round(statistics.median(a / b for a, b in zip(other, own, strict=True)), 4)
 
 
 if __name__ == "__main__":

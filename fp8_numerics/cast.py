@@ -27,7 +27,7 @@ from fp8_numerics.swizzle import fp4_numbers, swizzled, unswizzled
 
 _KINDS: dict[object, int] = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
-_IN_MEMORY = (torch.Tensor, torch.nn.Parameter)  # other classes may stand for parts of a tensor
+IN_MEMORY = (torch.Tensor, torch.nn.Parameter)  # other classes may stand for parts of a tensor
 _CODES = {fmt.dtype: number for number, fmt in enumerate(IN_C)}
 
 
@@ -171,7 +171,7 @@ def quantize_torch(
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """Return max|x| as a 0-d FP32 tensor: 0 for an empty tensor, +inf if there is a NaN."""
     kind = _KINDS.get(x.dtype)
-    if x.is_cpu and kind is not None and type(x) in _IN_MEMORY and x.is_contiguous():
+    if x.is_cpu and kind is not None and type(x) in IN_MEMORY and x.is_contiguous():
         if (lib := library().lib) is not None:
             amax = x.new_empty((), dtype=torch.float32)
             at = amax.data_ptr()

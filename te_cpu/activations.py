@@ -8,15 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp8_numerics.gelu import gelu_tanh
 from te_cpu.quantize import finish
 from te_cpu.tensors import Quantizer
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-def gelu_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the GELU of `x` in its tanh form, which is Transformer Engine's."""
-    return F.gelu(x, approximate="tanh")
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +25,7 @@ def _squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 # (name, name of the gated form, function); the sigmoid is there in its gated form alone
 FUNCTIONS: tuple[tuple[str, str, Function], ...] = (
-    ("gelu", "geglu", gelu_of),
+    ("gelu", "geglu", gelu_tanh),
     ("qgelu", "qgeglu", _quick_gelu),
     ("relu", "reglu", torch.relu),
     ("srelu", "sreglu", _squared_relu),

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from fp8_numerics.formats import E5M2
+from fp8_numerics.gelu import gelu_tanh
 from fp8_numerics.gemm import GemmCounter, gemm
 from te_cpu import nv
-from te_cpu.activations import dgelu, gelu_of
+from te_cpu.activations import dgelu
 from te_cpu.enums import WIDE
 from te_cpu.errors import ProductError, SizeError
 from te_cpu.missing import missing
@@ -67,7 +68,7 @@ def generic_gemm(
     if gelu and grad:
         product = dgelu(product, gelu_in.reshape(shape), None).to(dtype)
     elif gelu:
-        before_gelu, product = product.to(dtype), gelu_of(product).to(dtype)
+        before_gelu, product = product.to(dtype), gelu_tanh(product).to(dtype)
     elif D is None:
         product = product.to(dtype)
     if D is None:

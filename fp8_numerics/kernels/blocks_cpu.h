@@ -238,12 +238,6 @@ INLINE void widen(const float *restrict of_block, size_t right, float *restrict 
 #undef OF
 }
 
-INLINE uint16_t to_bf16(float x) {
-    uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffffu;
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)((int32_t)magnitude > 0x7f800000 ? 0x7fc0u : rounded);
-}
-
 /* Whether the product of any number of E4M3 and any of these scales is a BF16 number: a scale is 0 or
  * has at most four significant bits, as the numbers have, and no product leaves the normal range. */
 INLINE int are_short(const float *restrict scale, size_t num) {

@@ -39,6 +39,12 @@ INLINE float load(const void *x, size_t i, int kind) {
     return half_to_float(((const uint16_t *)x)[i]);
 }
 
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffffu;
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((int32_t)magnitude > 0x7f800000 ? 0x7fc0u : rounded);
+}
+
 /* One element. Returns the FP8 code and, through number, the FP32 bits of the same number. */
 INLINE uint8_t encode(float x, float scale, int format, uint32_t *number) {
     const int32_t mb = format == E4M3 ? 3 : 2;

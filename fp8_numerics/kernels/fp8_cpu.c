@@ -5,12 +5,14 @@
  * gradient).
  * amax: max|x| alone.
  * decode: FP8 bytes back to the grid.
+ * gelu: an activation and its gradient (gelu_cpu.h).
  * accumulate: a BF16 gradient into its FP32 sum.
  * scaled_adam, scaled_sum: over tensors stored in low precision (scaled_cpu.h).
  */
 #include "blocks_cpu.h"
 #include "draws_cpu.h"
 #include "elements_cpu.h"
+#include "gelu_cpu.h"
 #include "scaled_cpu.h"
 
 /* max|x| as FP32 bits: magnitudes of floats order like integers, and NaN above infinity. */

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_numerics import bf16
+from fp8_numerics.gelu import gelu_tanh
 from fp8_numerics.philox import Rows
 from megafp8.models.added_loss import AddedLosses
 from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
@@ -35,10 +35,10 @@ from megafp8.specs.parameters import POSITION, WORD, parameters_of
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 _FUNCTIONS: dict[str, Elementwise] = {
     "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "gelu-tanh": gelu_tanh,
     "squared-relu": lambda x: F.relu(x).square(),
     "geglu": F.gelu,
-    "geglu-tanh": partial(F.gelu, approximate="tanh"),
+    "geglu-tanh": gelu_tanh,
     "swiglu": F.silu,
     "reglu": F.relu,
 }
