@@ -106,9 +106,9 @@ def scaled_mm(
     given and if no padding is needed. `layouts` of a and b are given, not inferred from shapes:
     with K up to 128 a row is a block. `outers` are the factors (0-d FP32) of operands in FP4.
 
-    Sizes that the tensor cores do not take are padded with zeros, which costs a copy. The bias is
-    rounded to `out_dtype` and enters before the one rounding of the result; with FP32 output it is
-    added after.
+    Sizes that the tensor cores do not take are padded with zeros, which costs copies; the result is
+    contiguous. The bias is rounded to `out_dtype` and enters before the one rounding of the result;
+    with FP32 output it is added after.
 
     Raises:
         ValueError: Two E5M2 operands, operands in E4M3FNUZ or E5M2FNUZ, or scales that do not fit
@@ -151,7 +151,8 @@ def scaled_mm(
     if is_whole:
         return out if out_MN is None else out_MN
     out = out[:num_rows, :num_cols]
-    return out if late_bias is None else out + late_bias
+    # NCCL sums no other tensors, and what torch compiles takes its strides for granted.
+    return out.contiguous() if late_bias is None else out + late_bias
 
 
 def _check_pair(a: Layout, b: Layout) -> None:
