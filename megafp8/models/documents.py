@@ -131,7 +131,13 @@ class Documents:
 
     @cached_property
     def firsts_BS(self) -> torch.Tensor:  # noqa: N802 (shape suffix)
-        """Return the place in its row of the first token of each token's document, [B, S]."""
+        """Return the place in its row of the first token of each token's document, int64 [B, S].
+
+        Those of whole rows are made on the device, as `cu_seqlens_on_device`.
+        """
+        if self.are_whole_rows:
+            shape = len(self.lengths), self.seq
+            return torch.zeros(shape, dtype=torch.int64, device=self.device)
         lengths = torch.tensor(self.lengths, device="cpu")  # not a dry run's default device
         firsts = self.cu_seqlens_N1[:-1].long() % self.seq
         firsts_BS = firsts.repeat_interleave(lengths).view(-1, self.seq)

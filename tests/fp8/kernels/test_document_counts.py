@@ -124,4 +124,6 @@ def test_the_host_does_not_wait_for_the_copies_of_what_it_plans() -> None:
         assert Documents(borders, 8, META).firsts_BS.shape == (2, 8)
         x_BS = torch.empty((2, 8), dtype=torch.int64, device=META)
         assert own_tokens(x_BS, Axis("cp", 2), borders=borders.tolist()).shape == (2, 4)
-    assert waits == [False] * 2
+        whole_rows = torch.tensor([0, 8, 16], dtype=torch.int32)
+        assert Documents(whole_rows, 8, META).firsts_BS.shape == (2, 8)
+    assert waits == [False] * 2, "whole rows are planned on the device: a graph records no copy"
