@@ -155,8 +155,14 @@ def group_of(axis: Axis) -> dist.ProcessGroup | None:
     """
     if axis.size > 1 or not dist.is_initialized():
         return axis.group
-    # The group holds only this rank, so the others need not call this.
-    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    # The group holds only this rank, so the others need not call this. But of a world that is bound
+    # to a GPU, torch makes each group by a split of NCCL, in which all ranks take part.
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
     return group
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.parallel.mesh import AXES, coordinates, groups_along
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.mesh import AXES, coordinates, group_of, groups_along
 from megafp8.specs import ParallelSpec, PipelineSpec
 from tests.parallel import rank_work
 from tests.ranks import run_ranks
@@ -84,3 +88,19 @@ def test_the_groups_are_made_of_these_ranks(spec: ParallelSpec, of_amaxes: set[s
         ends = sorted({stages[0], stages[-1]}) if rank in (stages[0], stages[-1]) else [rank]
         assert found["ends"] == (len(ends), ends.index(rank), ends)
         assert found["world"] == (4, rank, [0, 1, 2, 3])
+
+
+def test_a_group_of_one_rank_is_made_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a world that is bound to a GPU, torch splits NCCL's communicator, with all ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    world: Any = dist.group.WORLD
+    gpu, bound = torch.device("cuda", 0), []
+    world.bound_device_id = gpu
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: bound.append(world.bound_device_id))
+    try:
+        group_of(Axis("edp"))
+        assert bound == [None] and world.bound_device_id == gpu
+    finally:
+        dist.destroy_process_group()
