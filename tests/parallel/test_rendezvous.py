@@ -163,9 +163,16 @@ def test_ranks_that_do_not_come_are_named(port: int) -> None:
 def test_which_gpu() -> None:
     two = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert gpu_index(two, 2) == 1 and gpu_index({}, 1) == 0
-    assert gpu_index(two | {"SLURM_GPUS_PER_TASK": "1"}, 1) == 0
+    for name, value in {
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_GPU_BIND": "single:1",
+        "SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1",
+        "SLURM_NTASKS_PER_GPU": "1",
+    }.items():
+        assert gpu_index(two | {name: value}, 1) == 0
+    shared = {"SLURM_TRES_PER_TASK": "cpu=8", "SLURM_NTASKS_PER_GPU": "2"}
     with pytest.raises(RunError, match="2 ranks run on .*, which shows 1 GPU"):
-        gpu_index(two, 1)
+        gpu_index(two | shared, 1)
 
 
 def test_torchruns_restarts_over_hosts_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
