@@ -181,6 +181,9 @@ def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = F
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports Inductor
         torch.use_deterministic_algorithms(deterministic)
+        # torch would also fill whatever `torch.empty` returns, a pass over memory for each tensor,
+        # and refuse FP4, which it cannot fill. Nothing reads such memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":  # cuBLAS may add up the parts of a product in BF16 or FP16 otherwise
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

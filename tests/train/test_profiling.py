@@ -78,6 +78,7 @@ def test_deterministic_refuses_what_is_not() -> None:
         assert torch.are_deterministic_algorithms_enabled()
         with pytest.raises(RuntimeError, match="deterministic"):
             torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+        torch.empty(2, dtype=torch.float4_e2m1fn_x2)  # torch would fill it, and cannot
     finally:
         prepare_process(CPU, fp32=False)
     assert not torch.are_deterministic_algorithms_enabled()
