@@ -94,7 +94,7 @@ def _of_range(key: Key, rows: Rows, columns: range) -> torch.Tensor:
         (rows.samples[:, None] >> 32 & _WORD).expand(size),
     ]
     words_TW4 = torch.stack(philox4x32(words, key), -1)
-    shifts = torch.tensor([0, 8, 16, 24], device=words_TW4.device)
+    shifts = torch.arange(0, 32, 8, device=words_TW4.device)  # a list's copy would be waited for
     bytes_TN = (words_TW4[..., None] >> shifts & 255).to(torch.uint8).flatten(1)
     begin = columns.start - first * WIDTH
     return bytes_TN[:, begin : begin + len(columns)].contiguous()

@@ -24,6 +24,7 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import register_recipe
+from tests.copies import Copies
 from tests.fp8.models import mlp
 from tests.fp8.quantized import quantized
 from tests.fp8.test_linear import make, noise
@@ -59,6 +60,15 @@ def test_the_generator_has_the_published_answers(
     assert spec.philox(counter, key) == expected
     words = [torch.tensor([word]) for word in counter]
     assert [int(word) for word in philox4x32(words, key)] == list(expected)
+
+
+def test_draws_in_torch_operations_copy_nothing_from_the_host() -> None:
+    device, seen = torch.device("cpu"), []
+    rows = Rows(*torch.arange(6, device=device).reshape(2, 3))
+    with pytest.MonkeyPatch.context() as patch, Copies(device, seen.append):
+        patch.setattr(philox, "library_for", lambda x: None)
+        random_bytes((4, 5), rows, [range(40)])
+    assert seen == []
 
 
 def test_each_byte_is_the_specified_one(engine: str) -> None:
