@@ -49,9 +49,9 @@ def gpu_index(environment: Mapping[str, str], num_gpus: int) -> int:
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     if local_rank < num_gpus:
         return local_rank
-    is_bound = {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & environment.keys()
+    is_bound = bool({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & environment.keys())
     # Slurm also has --tres-per-task=gres/gpu:1, and --ntasks-per-gpu, which binds by itself.
-    is_bound = is_bound or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
+    is_bound |= "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
     if num_gpus == 1 and (is_bound or environment.get("SLURM_NTASKS_PER_GPU") == "1"):
         return 0  # each task sees only its own GPU
     raise RunError(

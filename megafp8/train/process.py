@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -183,7 +184,8 @@ def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = F
         torch.use_deterministic_algorithms(deterministic)
         # torch would also fill whatever `torch.empty` returns, a pass over memory for each tensor,
         # and refuse FP4, which it cannot fill. Nothing reads such memory.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        settings: Any = torch.utils.deterministic  # whose type does not have the property
+        settings.fill_uninitialized_memory = False
     if device.type == "cuda":  # cuBLAS may add up the parts of a product in BF16 or FP16 otherwise
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
