@@ -16,7 +16,9 @@ from fp8_numerics.caches import why_unsafe
 from fp8_numerics.formats import Fp8Format
 
 CACHE = {"TRITON_CACHE_DIR": "triton"}  # the variable of Triton's folder of compiled code
-FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that convert to FP8 in hardware
+# The first NVIDIA GPUs that every supported Triton lets convert FP32 to FP8 with one rounding. For
+# those of 8.9, which can, Triton 3.6 cuts numbers off to FP16 before.
+FP8_CAPABILITY = (9, 0)
 
 
 def interpreting() -> bool:
@@ -51,7 +53,7 @@ def _unsafe_cache() -> str | None:
 
 @functools.cache  # each launch asks
 def casts_in_hardware(device: torch.device) -> bool:
-    """Whether the device rounds to FP8 and BF16 itself; otherwise kernels round with integers.
+    """Whether kernels let the device round to FP8 and BF16; otherwise they round with integers.
 
     Triton's interpreter cannot, since its casts to FP8 and BF16 do not round to nearest even.
     """

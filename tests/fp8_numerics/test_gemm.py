@@ -12,6 +12,7 @@ from fp8_numerics import cpu
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.formats import E4M3, E5M2
 from fp8_numerics.gemm import GemmCounter, gemm
+from tests.fp8_numerics.kernels.tensor_cores import accumulation_bound, summed_as_on_hopper
 
 
 class GradSum(NamedTuple):
@@ -256,6 +257,20 @@ def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -
     is_finite, is_infinite = exact.abs() + bound <= top, exact.abs() - bound > top * 1.01
     assert ((got.double() - exact).abs() <= bound)[is_finite].all()
     assert got[is_infinite].isinf().all()
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["precise", "fast"])
+@pytest.mark.parametrize("inner", [32, 140, 384])
+def test_short_sums_of_tensor_cores_are_within_the_bound_of_the_tests_on_a_gpu(
+    inner: int, is_fast: bool
+) -> None:
+    """Precise ones too are farther from the exact product than sums in FP32 could be."""
+    a, b = (noise(rows, inner, seed=rows).to(E4M3.dtype) for rows in (96, 80))
+    exact, magnitudes = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
+    error = (summed_as_on_hopper(a, b, is_fast=is_fast) - exact).abs()
+    assert (error <= accumulation_bound(magnitudes, inner, is_narrow=True, is_fast=is_fast)).all()
+    in_fp32 = accumulation_bound(magnitudes, inner, is_narrow=False, is_fast=is_fast)
+    assert (error > in_fp32 + 2.0**-7 * exact.abs()).any()
 
 
 def test_one_fp8_operand_alone_is_refused(counter: GemmCounter) -> None:

@@ -97,7 +97,7 @@ class Compilations:
         modules = (triton_adam, triton_blocks, triton_current, triton_fp4)
         for module in (*modules, triton_loss, triton_norm, triton_sums, triton_tile):
             # what the target does, not this machine
-            module.casts_in_hardware = lambda device: capability >= 89  # type: ignore[attr-defined]
+            module.casts_in_hardware = lambda device: capability >= 90  # type: ignore[attr-defined]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for call, is_odd, name, compiled in self.binaries.values():

@@ -58,12 +58,12 @@ def test_a_converted_model_launches_on_the_gpu_of_its_input(
 
 
 def test_a_gpu_is_asked_once_what_it_converts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the 18 launches of a layer wants to know it."""
+    """Each of the 18 launches of a layer wants to know it. By Triton 3.6, Ada rounds twice."""
     asked: list[torch.device] = []
 
     def capability(device: torch.device) -> tuple[int, int]:
         asked.append(device)
-        return (9, 0) if device.index == 0 else (8, 0)
+        return (9, 0) if device.index == 0 else (8, 9)
 
     triton_launch.casts_in_hardware.cache_clear()
     monkeypatch.setattr(triton_launch, "interpreting", lambda: False)

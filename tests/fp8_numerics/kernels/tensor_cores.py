@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 
 def takes_rows_on_a_cpu() -> bool:
@@ -127,6 +128,39 @@ class TensorCores:
         assert out.dtype == out_dtype and out.shape == product.shape
         assert out.is_contiguous() and out.data_ptr() % 16 == 0
         return out.copy_(product)
+
+
+def accumulation_bound(
+    magnitudes: torch.Tensor, inner: int, *, is_narrow: bool, is_fast: bool
+) -> torch.Tensor:
+    """What tensor cores' sums of `inner` products, whose magnitudes add up to these, may be off by.
+
+    Before Blackwell they keep 14 bits of a sum (DeepSeek-V3, 3.3.2; arXiv 2511.10909). Precise
+    accumulation adds that to a sum in FP32 after 128 terms; fast accumulation does so at the end.
+    """
+    terms = min(inner, 128) if is_narrow and not is_fast else inner
+    unit = 2.0**-13 if is_narrow else 2.0**-22
+    return 1.2 * (terms + 8) ** 0.5 * unit * magnitudes
+
+
+def summed_as_on_hopper(a_MK: torch.Tensor, b_NK: torch.Tensor, *, is_fast: bool) -> torch.Tensor:
+    """The product of FP8 numbers as those papers describe it, in FP64: 32 terms and the sum before
+    are cut off 13 bits below the largest one's first, and so is their sum."""
+
+    def cut(x: torch.Tensor, first_bit: torch.Tensor) -> torch.Tensor:
+        return x.ldexp(13 - first_bit).trunc().ldexp(first_bit - 13)
+
+    a_MK, b_NK = (F.pad(x.double(), (0, -x.shape[1] % 32)) for x in (a_MK, b_NK))
+    total = torch.zeros(len(a_MK), len(b_NK), dtype=torch.float64)
+    narrow = total.clone()
+    for begin in range(0, a_MK.shape[1], 32):
+        if begin % 128 == 0 and not is_fast:
+            total, narrow = total + narrow, torch.zeros_like(total)
+        of_terms = a_MK[:, None, begin : begin + 32] * b_NK[None, :, begin : begin + 32]
+        terms = torch.cat((of_terms, narrow[..., None]), -1)
+        narrow = cut(terms, terms.frexp().exponent.amax(-1, keepdim=True) - 1).sum(-1)
+        narrow = cut(narrow, narrow.frexp().exponent - 1)
+    return total + narrow
 
 
 PAIRS = (
