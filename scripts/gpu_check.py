@@ -29,13 +29,13 @@ Between them the machine is not needed: read the table, and mend on a CPU what f
 Each other stage has ten minutes at most, and `--seconds` gives a command less. A single GPU of
 80 GB is enough: what needs more is skipped, with both numbers of bytes.
 
-A stage has parts, each with a deadline, and the failure of one part does not stop the others. Each
-row and the end of each part are written to DIR/results.jsonl at once, and then DIR/table.txt, which
-a command prints when it ends; the output of a part is in DIR/logs. `--archive FILE` also keeps all
-of DIR in one file, after each part. The exit code is 1 if a part failed. This file needs no
-package: dependencies of megafp8 that the machine's PyTorch image lacks come as wheels (`--wheels`,
-by default the project's folder .wheels). Where the tree has no repository, `--commit` says of which
-commit it is.
+A stage has parts, each with a deadline, and the failure of one part does not stop the others. What
+a part leaves of its time goes to those after it. Each row and the end of each part are written to
+DIR/results.jsonl at once, and then DIR/table.txt, which a command prints when it ends; the output
+of a part is in DIR/logs. `--archive FILE` also keeps all of DIR in one file, after each part. The
+exit code is 1 if a part failed. This file needs no package: dependencies of megafp8 that the
+machine's PyTorch image lacks come as wheels (`--wheels`, by default the project's folder .wheels).
+Where the tree has no repository, `--commit` says of which commit it is.
 """
 
 from __future__ import annotations
@@ -259,13 +259,19 @@ class Check:
             file.write(json.dumps(line) + "\n")
 
     def stage(self, stage: str, parts: list[Part], deadline: float) -> None:
-        """Run the parts of a stage one after another, until `deadline` on the monotonic clock."""
+        """Run the parts of a stage one after another, until `deadline` on the monotonic clock.
+
+        A part also gets the time that those before it have left of theirs.
+        """
+        end = time.monotonic()
         for part in parts:
+            own = part.seconds * (10 if self.is_tiny else 1)
+            end += own
             left = deadline - time.monotonic()
             if left < 5:
                 self.end(stage, part, "not started: no time was left", 0.0)
                 continue
-            self.run(stage, part, min(part.seconds * (10 if self.is_tiny else 1), left))
+            self.run(stage, part, min(max(own, end - time.monotonic()), left))
 
     def run(self, stage: str, part: Part, seconds: float) -> None:
         """Run one part for `seconds` at most, and record its outcome."""

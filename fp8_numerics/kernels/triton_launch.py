@@ -17,7 +17,7 @@ from fp8_numerics.formats import Fp8Format
 
 CACHE = {"TRITON_CACHE_DIR": "triton"}  # the variable of Triton's folder of compiled code
 # The first NVIDIA GPUs that every supported Triton lets convert FP32 to FP8 with one rounding. For
-# those of 8.9, which can, Triton 3.6 cuts numbers off to FP16 before.
+# those of 8.9, which can, Triton 3.6 and 3.7 cut numbers off to FP16 before.
 FP8_CAPABILITY = (9, 0)
 
 

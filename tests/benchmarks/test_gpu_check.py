@@ -143,8 +143,8 @@ def test_a_failing_or_endless_part_stops_no_other(tmp_path: Path) -> None:
     checked = gpu_check.Check(tmp_path, dict(os.environ), False)
     gpu_check.PATIENCE_SECONDS = 5.0
     programs = {
-        "fails": (HANG_SECONDS, "raise SystemExit(3)"),
         "endless": (1, "import time; print('begun', flush=True); time.sleep(3600)"),
+        "fails": (HANG_SECONDS, "raise SystemExit(3)"),
         "works": (HANG_SECONDS, "print('fine')"),
     }
     parts = [
@@ -155,12 +155,31 @@ def test_a_failing_or_endless_part_stops_no_other(tmp_path: Path) -> None:
     checked.stage("late", parts[2:], 0.0)
     found = [(line["part"], line["outcome"]) for line in lines(tmp_path)]
     assert found == [
-        ("fails", "failed: exit code 3"),
         ("endless", "failed: stopped after 1 s"),
+        ("fails", "failed: exit code 3"),
         ("works", "passed"),
         ("works", "not started: no time was left"),
     ]
-    assert checked.failed == ["runs: fails", "runs: endless", "late: works"]
+    assert checked.failed == ["runs: endless", "runs: fails", "late: works"]
+
+
+def test_a_part_gets_what_those_before_it_leave_and_no_more_than_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_check, clock = loaded(), [100.0]
+    took = {"quick": 5.0, "late": 60.0, "last": 3.0, "none": 1.0}
+    given: list[float] = []
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
+    checked = gpu_check.Check(tmp_path, {}, False)
+
+    def run(stage: str, part: Any, seconds: float) -> None:
+        given.append(seconds)
+        clock[0] += took[part.name]
+
+    monkeypatch.setattr(checked, "run", run)
+    parts = [gpu_check.Part(name, 30, ()) for name in took]
+    checked.stage("first", parts, 100.0 + 70)
+    assert given == [30, 55, 5]  # the second one took five seconds more than it was given
 
 
 def test_pytest_that_is_cut_still_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
