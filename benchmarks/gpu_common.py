@@ -28,6 +28,7 @@ import torch
 from megafp8.observe.utilization import peak_of_gpu
 from megafp8.ops.torch_private import pause_gpu
 from megafp8.plan.hardware import KNOWN, Hardware
+from megafp8.train.process import prepare_process
 
 RESULTS = Path(__file__).parent / "results"
 PAUSE_CYCLES = 20_000_000  # about 10 ms, in which the host queues the first runs
@@ -120,9 +121,14 @@ class Sensors:
 
 
 def device_and_name() -> tuple[torch.device, str]:
-    """Return the device to measure and its name: a CUDA device if there is one."""
+    """Return the device to measure and its name: a CUDA device if there is one.
+
+    Its products add up as those of a run do, which torch's own settings would not.
+    """
     if torch.cuda.is_available():
-        return torch.device("cuda"), torch.cuda.get_device_name()
+        device = torch.device("cuda")
+        prepare_process(device, fp32=False)
+        return device, torch.cuda.get_device_name()
     return torch.device("cpu"), "cpu"
 
 

@@ -1,7 +1,7 @@
 """Profile training steps on a GPU: the share of time in which it is idle, and its largest kernels.
 
 The model, its precision and its batch are those of `gpu_step.py`; the tokens are random. Two steps
-are recorded after three. The GPU is idle where no kernel and no copy runs between the first and the
+are recorded after five. The GPU is idle where no kernel and no copy runs between the first and the
 last one. For Triton's kernels a row has the bytes of their arguments a second: what a kernel reads
 or writes of each tensor once.
 
@@ -133,12 +133,15 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     batch = [Microbatch(*tokens)]
     for _ in range(BEFORE):
         train_step(state, batch)
+    passed: Counter[str] = Counter()
+    with counted_arguments(passed):  # before, since counting would take time that is recorded
+        for _ in range(RECORDED):
+            train_step(state, batch)
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities = [ProfilerActivity.CUDA]
         torch.cuda.synchronize()
-    passed: Counter[str] = Counter()
-    with counted_arguments(passed), profile(activities=activities) as recorded:
+    with profile(activities=activities) as recorded:
         for _ in range(RECORDED):
             train_step(state, batch)
         if device.type == "cuda":

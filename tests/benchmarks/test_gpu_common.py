@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.limits import HANG_SECONDS
 
@@ -79,3 +80,15 @@ def test_a_card_that_says_nothing_stops_no_benchmark(
     monkeypatch.setattr(benchmark, "smi", lambda *options: ["nvidia-smi"])
     monkeypatch.setattr(benchmark.subprocess, "run", late)
     assert "said nothing" in benchmark.card()["error"]
+
+
+@common
+def test_products_of_a_benchmark_add_up_as_those_of_a_run(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(benchmark, "prepare_process", lambda device, **_: prepared.append(device))
+    assert benchmark.device_and_name() == (torch.device("cuda"), "a GPU")
+    assert prepared == [torch.device("cuda")]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.benchmarks.test_gpu_check import loaded
 
@@ -23,6 +27,31 @@ def test_a_gpu_is_idle_where_nothing_runs(benchmark: ModuleType) -> None:
     assert row["largest"][0]["launches"] == 2 and row["attention"] == ["flash_fwd"]
     (cast,) = row["triton"]
     assert cast["bytes_per_second"] == pytest.approx(3000 / 30e-6)
+
+
+@pytest.mark.parametrize("benchmark", ["gpu_profile"], indirect=True)
+def test_arguments_are_counted_in_steps_that_are_not_recorded(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting takes time between two launches, in which the GPU may be idle."""
+    done: list[str] = []
+
+    @contextmanager
+    def inside(name: str) -> Iterator[None]:
+        done.append(name)
+        yield
+        done.append(f"no {name}")
+
+    monkeypatch.setattr(benchmark, "counted_arguments", lambda _: inside("counting"))
+    monkeypatch.setattr(benchmark, "profile", lambda **_: inside("recording"))
+    monkeypatch.setattr(benchmark, "train_step", lambda *_: done.append("step"))
+    monkeypatch.setattr(benchmark, "build", lambda *_: None)
+    monkeypatch.setattr(benchmark, "works_of", lambda *_: [])
+    monkeypatch.setattr(benchmark, "row_of", lambda *_: {})
+    benchmark.measure(argparse.Namespace(tiny=True, variant="fp8"), torch.device("cpu"))
+    steps = ["step"] * 2
+    counted = ["counting", *steps, "no counting"]
+    assert done[3:] == [*counted, "recording", *steps, "no recording"]
 
 
 @pytest.mark.parametrize("benchmark", ["gpu_ranks"], indirect=True)
