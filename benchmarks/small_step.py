@@ -8,8 +8,9 @@ A variant is `plain` (`plain_gpt.py` with a loop of clipping and fused AdamW, it
 precision), `compiled` (the same by `torch.compile`), `torchao` and `torchao:compiled` (its emulated
 FP8), `high` (ours without FP8), a recipe, or `convert:` before these two, which is `fp8.convert` of
 the plain model. All train without dropout. Plain ones have a process each, ours one for each tree;
-all alternate, one step at a time. A figure is the median of a process's CPU time, with more threads
-of the clock; a ratio is the median of the ratios of each round. Trees, such as a git worktree of an
+they take turns of two steps, of which the second is timed, since the first finds the caches as
+another process has left them. A figure is the median of a process's CPU time, with more threads of
+the clock; a ratio is the median of the ratios of each round. Trees, such as a git worktree of an
 earlier commit and this one, are compared in one run. With `--calls` the calls of Python functions
 in one step are counted instead, and with `--parts` torch's profiler says what takes its time. With
 `--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer.
@@ -64,6 +65,7 @@ def serve(sizes: argparse.Namespace) -> None:
         if sizes.calls or sizes.parts:
             print(calls_of(step) if sizes.calls else json.dumps(parts_of(step)), flush=True)
             continue
+        step()
         began = clock()
         step()
         print(clock() - began, flush=True)
