@@ -20,7 +20,6 @@ from fp8_numerics.formats import Fp8Format
 from fp8_numerics.kernels.triton_launch import as_bytes, check_matrix
 from fp8_numerics.kernels.triton_rounding import widened
 from fp8_numerics.kernels.triton_tile import (
-    ANYWHERE,
     TILE_COLS,
     TILE_ROWS,
     TILE_WARPS,
@@ -139,7 +138,7 @@ def gelu(x, TANH: tl.constexpr):
     return x * gate, gate + x * density
 
 
-@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit
 def _cast_kernel(
     x,
     grad,

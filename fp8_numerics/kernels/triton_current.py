@@ -31,7 +31,7 @@ from fp8_numerics.kernels.triton_rounding import (
     scales_of_amax,
     widened,
 )
-from fp8_numerics.kernels.triton_tile import ANYWHERE, TILE_COLS, TILE_ROWS, TILE_WARPS, tiles
+from fp8_numerics.kernels.triton_tile import TILE_COLS, TILE_ROWS, TILE_WARPS, tiles
 
 BLOCK = 128
 BLOCK_WARPS = 16
@@ -231,7 +231,7 @@ def _scale_lines(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit
 def _tensor_amax_kernel(x, count, amax_bits, ELEMENTS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     magnitude = magnitude_bits(widened(tl.load(x + at, mask=at < count, other=0.0)))

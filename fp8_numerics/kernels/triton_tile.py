@@ -28,9 +28,6 @@ from fp8_numerics.kernels.triton_rounding import (
 TILE_ROWS, TILE_COLS = 64, 128
 TILE_WARPS = 8  # 32 elements a thread: few enough registers for 32 warps an SM
 REGISTERS_WITH_SUMS = 80  # of a thread; 24 warps of an SM may have 85, in steps of 8
-ANYWHERE = ("quant_scale", "amax_bits")
-"""The arguments that lie anywhere in a table: a kernel is not compiled once more for every fourth
-row, whose address is a multiple of 16 bytes."""
 
 
 class Emitted(NamedTuple):
@@ -55,10 +52,9 @@ class Emitted(NamedTuple):
     ) -> dict[str, Any]:
         """Return the keyword arguments of a launch that ends in `emit_tile`."""
         tensors = (self.payload, self.payload_t, self.partial_sums, self.plain)
-        unread = next((x for x in tensors if x is not None), quant_scale)
         payload, payload_t, partial_sums, plain = (
-            as_bytes(x) if x.element_size() == 1 else x
-            for x in (unread if x is None else x for x in tensors)
+            quant_scale if x is None else as_bytes(x) if x.element_size() == 1 else x
+            for x in tensors
         )
         return {
             "quant_scale": quant_scale,

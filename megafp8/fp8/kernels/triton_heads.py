@@ -20,7 +20,7 @@ import triton.language as tl
 from fp8_numerics.formats import Fp8Format
 from fp8_numerics.kernels.triton_cast import CastResults
 from fp8_numerics.kernels.triton_rounding import widened
-from fp8_numerics.kernels.triton_tile import ANYWHERE, TILE_ROWS, emit_tile, emitted
+from fp8_numerics.kernels.triton_tile import TILE_ROWS, emit_tile, emitted
 
 
 def pack_heads(
@@ -60,7 +60,7 @@ def pack_heads(
         with_sums=with_sums,
         plain_dtype=queries.dtype if with_plain else None,
     )
-    cos, sin = (queries, queries) if turn is None else (x.contiguous() for x in turn)
+    cos, sin = (quant_scale, quant_scale) if turn is None else (x.contiguous() for x in turn)
     half = 0 if turn is None else cos.shape[-1] // 2
     rest = size - 2 * half
     third = values[0] if values else keys
@@ -71,7 +71,7 @@ def pack_heads(
             queries, *queries.stride()[:3],
             keys, *keys.stride()[:3],
             third, *third.stride()[:3],
-            cos, sin, cos.stride(0) if half and cos.dim() == 4 else 0,
+            cos, sin, cos.stride(0) if cos.dim() == 4 else 0,
             num_rows, num_cols, seq, num_queries, num_keys,
             HALF=half, HALF_LANES=triton.next_power_of_2(max(1, half)),
             REST=rest, REST_LANES=triton.next_power_of_2(max(1, rest)),
@@ -80,7 +80,7 @@ def pack_heads(
     return CastResults(*made)
 
 
-@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit
 def _heads_kernel(
     queries, q_batch, q_head, q_token,
     keys, k_batch, k_head, k_token,

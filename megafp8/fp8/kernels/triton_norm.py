@@ -23,7 +23,6 @@ from fp8_numerics.formats import Fp8Format
 from fp8_numerics.kernels.triton_launch import casts_in_hardware, check_matrix
 from fp8_numerics.kernels.triton_rounding import narrowed, rounded, widened
 from fp8_numerics.kernels.triton_tile import (
-    ANYWHERE,
     TILE_COLS,
     TILE_ROWS,
     TILE_WARPS,
@@ -260,7 +259,7 @@ def _statistics_kernel(
     tl.store(rstd + row, 1.0 / tl.sqrt(variance + epsilon))
 
 
-@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit
 def _normalize_kernel(
     x,
     weight,

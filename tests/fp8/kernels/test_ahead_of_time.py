@@ -176,7 +176,6 @@ def test_casts_in_blocks(capability: int) -> None:
 def test_two_presets_and_an_odd_shape_on_hopper() -> None:
     rows = compiled(90, *ON_HOPPER)
     check_all(rows)
-    assert not [row for row in rows if "at 16 bytes" in row["call"]], "compiled once more"
     missing = ROUNDINGS.keys() - {row["kernel"] for row in rows}
     assert missing == {"_row_means_kernel", "_tile_backward_kernel"}, "those of rows above 8192"
 
