@@ -6,14 +6,15 @@
 
 A variant is `plain` (`plain_gpt.py` with a loop of clipping and fused AdamW, its weights in the
 precision), `compiled` (the same by `torch.compile`), `torchao` and `torchao:compiled` (its emulated
-FP8), `high` (ours without FP8), a recipe, or `convert:` before these two, which is `fp8.convert` of
-the plain model. All train without dropout. Plain ones have a process each, ours one for each tree;
-they take turns of two steps, of which the second is timed, since the first finds the caches as
-another process has left them. A figure is the median of a process's CPU time, with more threads of
-the clock; a ratio is the median of the ratios of each round. Trees, such as a git worktree of an
-earlier commit and this one, are compared in one run. With `--calls` the calls of Python functions
-in one step are counted instead, and with `--parts` torch's profiler says what takes its time. With
-`--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer.
+FP8), `high` (ours without FP8), a recipe (ours), or `convert:` before a recipe, which is
+`fp8.convert` of the plain model; `convert:high` is that model in the same process. All train
+without dropout. Plain ones have a process each, ours one for each tree; they take turns of two
+steps, of which the second is timed, since the first finds the caches as another process has left
+them. A figure is the median of a process's CPU time, with more threads of the clock; a ratio is the
+median of the ratios of each round. Trees, such as a git worktree of an earlier commit and this one,
+are compared in one run. With `--calls` the calls of Python functions in one step are counted
+instead, and with `--parts` torch's profiler says what takes its time. With `--avx2` torch and its
+libraries imitate a CPU that has AVX2 and nothing newer.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ PARTS = {  # of the profiler's names; what runs in a function of autograd's is t
     "sums of columns": ("aten::sum",),
     "copies, additions, zeros": ("aten::copy_", "aten::cat", "aten::add", "aten::fill_"),
 }
+REST = "all else"
 Step = Callable[[], object]
 
 
@@ -163,11 +165,62 @@ def parts_of(step: Step) -> dict[str, float]:
 
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         step()
-    found = dict.fromkeys((*PARTS, "all else"), 0.0)
+    found = dict.fromkeys((*PARTS, REST), 0.0)
     for event in recorded.key_averages():
         names = (part for part, heads in PARTS.items() if event.key.startswith(heads))
-        found[next(names, "all else")] += event.self_cpu_time_total / 1e3
+        found[next(names, REST)] += event.self_cpu_time_total / 1e3
     return found
+
+
+Worker = subprocess.Popen[str]
+
+
+def started(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, tuple[str, Worker]]:
+    """Start the processes; return for each row of the result its variant and its process."""
+    groups = [(Path(), "", [name]) for name in args.variants if name in PLAIN]
+    for number, tree in enumerate(args.trees, 1):
+        where = f"tree {number} " if len(args.trees) > 1 else ""
+        for converted in (False, True):
+            names = [n for n in args.variants if n not in PLAIN and (":" in n) == converted]
+            groups += [(tree, where, names)] if names else []
+    rows: dict[str, tuple[str, Worker]] = {}
+    for tree, where, names in groups:
+        worker = subprocess.Popen(
+            [sys.executable, __file__, *shape, "--serve", *names],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={"PYTHONPATH": str(tree.resolve()), "PATH": "/usr/bin:/bin"}
+            | (AVX2 if args.avx2 else {}),
+        )  # fmt: skip
+        rows |= {f"{where}{name}": (name, worker) for name in names}
+    return rows
+
+
+def answers_of(rows: dict[str, tuple[str, Worker]], rounds: int) -> dict[str, list[Any]]:
+    """Ask each row in turn, `rounds` times after the warm-up; return what it has answered."""
+    answers: dict[str, list[Any]] = {row: [] for row in rows}
+    for number in range(WARMUP + rounds):
+        for row, (name, worker) in rows.items():
+            assert worker.stdin is not None and worker.stdout is not None
+            print(name, file=worker.stdin, flush=True)
+            answer = worker.stdout.readline()
+            if number >= WARMUP:
+                answers[row].append(json.loads(answer))
+    for _, worker in rows.values():
+        worker.communicate()
+    return answers
+
+
+def print_parts(answers: dict[str, list[dict[str, float]]]) -> None:
+    """Print the median milliseconds of each part, a column for each row of `started`."""
+    print(" " * 28 + "".join(f"{row:>18}" for row in answers))
+    for part in (*PARTS, REST):
+        medians = (statistics.median(step[part] for step in steps) for steps in answers.values())
+        print(f"{part:>28}" + "".join(f"{median:>18.2f}" for median in medians))
+
+
+def ratio(other: Sequence[float], own: Sequence[float]) -> float:
+    """Return the median over the rounds of the other's seconds over one's own."""
+    return round(statistics.median(a / b for a, b in zip(other, own, strict=True)), 4)
 
 
 def main() -> None:
@@ -192,80 +245,37 @@ def main() -> None:
     if args.serve is not None:
         serve(args)
         return
-    shape = [
-        word for name in (*sizes, "precision") for word in (f"--{name}", str(getattr(args, name)))
-    ]
+    named = [*sizes, "precision"]
+    shape = [word for name in named for word in (f"--{name}", str(getattr(args, name)))]
     shape += ["--calls"] * args.calls + ["--parts"] * args.parts
-    asked: list[tuple[str, str, subprocess.Popen[str]]] = []  # label, variant, process
-
-    def start(names: Sequence[str], tree: Path, where: str = "") -> None:
-        worker = subprocess.Popen(
-            [sys.executable, __file__, *shape, "--serve", *names],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={"PYTHONPATH": str(tree.resolve()), "PATH": "/usr/bin:/bin"}
-            | (AVX2 if args.avx2 else {}),
-        )  # fmt: skip
-        asked.extend((f"{where}{name}", name, worker) for name in names)
-
-    for name in args.variants:
-        if name in PLAIN:
-            start([name], Path())
-    for number, tree in enumerate(args.trees, 1):
-        where = f"tree {number} " if len(args.trees) > 1 else ""
-        for converted in (False, True):
-            names = [n for n in args.variants if n not in PLAIN and (":" in n) == converted]
-            if names:
-                start(names, tree, where)
-    answers: dict[str, list[Any]] = {label: [] for label, *_ in asked}
-    for round_ in range(WARMUP + (1 if args.calls else args.steps)):
-        for label, name, worker in asked:
-            assert worker.stdin is not None and worker.stdout is not None
-            print(name, file=worker.stdin, flush=True)
-            answer = worker.stdout.readline()
-            if round_ >= WARMUP:
-                answers[label].append(json.loads(answer))
-    for _, _, worker in asked:
-        worker.communicate()
-    if args.calls:
-        for label, counts in answers.items():
-            print(f"{label:>24}: {counts[-1]} Python calls")
-        return
+    answers = answers_of(started(args, shape), 1 if args.calls else args.steps)
     if args.parts:
-        print(" " * 28 + "".join(f"{label:>18}" for label in answers))
-        for part in answers[asked[0][0]][0]:
-            each = (statistics.median(step[part] for step in steps) for steps in answers.values())
-            print(f"{part:>28}" + "".join(f"{milliseconds:>18.2f}" for milliseconds in each))
+        print_parts(answers)
         return
-    seconds: dict[str, list[float]] = answers
-    for label, values in seconds.items():
-        others = {other: ratio(seconds[other], values) for other in seconds if other != label}
-        told = ", ".join(f"{speed:.3f} of {other}" for other, speed in others.items())
-        print(f"{label:>24}: {1e3 * statistics.median(values):8.2f} ms; speed {told}")
+    for row, values in answers.items():
+        if args.calls:
+            print(f"{row:>24}: {values[-1]} Python calls")
+            continue
+        speeds = (f"{ratio(answers[o], values):.3f} of {o}" for o in answers if o != row)
+        print(f"{row:>24}: {1e3 * statistics.median(values):8.2f} ms; speed {', '.join(speeds)}")
+    if args.calls:
+        return
     today = datetime.date.today().isoformat()
     cpu = "_imitated-avx2" if args.avx2 else ""
     dtype = "" if args.precision == "32" else f"_{args.precision}"
     path = args.results / f"{today}_small-step_{args.layers}x{args.width}{dtype}{cpu}.json"
+    pairs = [(row, other) for row in answers for other in answers if other != row]
     result = {
         "what": "seconds of whole training steps, medians; ratios of speeds; oldest tree first",
         "clock": "CPU time" if args.threads == 1 else "wall",
         "shape": {name: getattr(args, name) for name in sizes},
         "steps": args.steps,
         "versions": {"python": platform.python_version(), "torch": version("torch")},
-        "median_seconds": {label: statistics.median(values) for label, values in seconds.items()},
-        "speeds": {
-            f"{label} over {other}": ratio(seconds[other], seconds[label])
-            for label in seconds
-            for other in seconds
-            if other != label
-        },
+        "median_seconds": {row: statistics.median(values) for row, values in answers.items()},
+        "speeds": {f"{a} over {b}": ratio(answers[b], answers[a]) for a, b in pairs},
     }
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")
-
-
-def ratio(other: Sequence[float], own: Sequence[float]) -> float:
-    """Return the median over the rounds of the other's seconds over one's own."""
-    return round(statistics.median(a / b for a, b in zip(other, own, strict=True)), 4)
 
 
 if __name__ == "__main__":
