@@ -2,8 +2,8 @@
 
     gelu(x) = x / (1 + exp(-t)), t = 2 sqrt(2/pi) (x + 0.044715 x^3)   (arXiv 1606.08415)
 
-torch computes 0.5 x (1 + tanh(t / 2)), which is the same but for roundings, takes three times as
-long, and loses all digits where the tanh is near -1.
+torch computes 0.5 x (1 + tanh(t / 2)), which is the same but for roundings, takes longer, and loses
+all digits where the tanh is near -1.
 """
 
 from __future__ import annotations
