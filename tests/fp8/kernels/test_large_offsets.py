@@ -7,6 +7,7 @@ of every tensor: it ends the tests with a segmentation fault, as it did when fou
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -46,9 +47,18 @@ def last_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def zeros(dtype: torch.dtype) -> torch.Tensor:
+    """A matrix of zeros whose pages get memory when they are written.
+
+    `torch.empty` may reuse memory that an earlier test has written, and `torch.zeros` may fill it.
+    """
+    pages = mmap.mmap(-1, ROWS * COLS * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(ROWS, COLS)
+
+
 def matrix() -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix of BF16 whose last tile has numbers, and this tile."""
-    x = torch.empty(ROWS, COLS, dtype=torch.bfloat16)
+    x = zeros(torch.bfloat16)
     tile = torch.randn(TILE, TILE, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[-TILE:, -TILE:] = tile
     return x, tile
@@ -139,7 +149,7 @@ def test_amaxes_and_sums_of_flat_tensors() -> None:
     amax = torch.zeros(())
     triton_current.raise_amax_of(amax, x)
     assert amax == x.view(-1)[-8192:].abs().max() > 0
-    payload = torch.empty(ROWS, COLS, dtype=torch.uint8).view(E4M3.dtype)
+    payload = zeros(torch.uint8).view(E4M3.dtype)
     stored = ScaledTensor(payload, torch.ones(()), STORAGE_FORMATS["fp8"])
     triton_sums.add(stored, x, is_first=True)
     assert bytes_of(payload)[-1, -TILE:].any() and not bytes_of(payload)[-3, :].any()
