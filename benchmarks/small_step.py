@@ -12,9 +12,10 @@ without dropout. Plain ones have a process each, ours one for each tree; they ta
 steps, of which the second is timed, since the first finds the caches as another process has left
 them. A figure is the median of a process's CPU time, with more threads of the clock; a ratio is the
 median of the ratios of each round. Trees, such as a git worktree of an earlier commit and this one,
-are compared in one run. With `--calls` the calls of Python functions in one step are counted
-instead, and with `--parts` torch's profiler says what takes its time. With `--avx2` torch and its
-libraries imitate a CPU that has AVX2 and nothing newer.
+are compared in one run. With `--kept` plain and converted models keep freed memory in huge pages by
+`fp8.keep_freed_memory`, as ours always do. With `--calls` the calls of Python functions in one step
+are counted instead, and with `--parts` torch's profiler says what takes its time. With `--avx2`
+torch and its libraries imitate a CPU that has AVX2 and nothing newer.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def serve(sizes: argparse.Namespace) -> None:
     """Run one step for each line of standard input, which names it; print its seconds."""
     import torch
 
+    if sizes.kept:
+        from megafp8 import fp8
+
+        fp8.keep_freed_memory()
     torch.set_num_threads(sizes.threads)
     torch.manual_seed(0)
     steps = {
@@ -235,6 +240,7 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", type=Path, default=[Path(__file__).parents[1]])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--precision", choices=("32", "bf16"), default="32")
+    parser.add_argument("--kept", action="store_true", help="keep freed memory in all processes")
     parser.add_argument("--avx2", action="store_true", help="imitate a CPU with AVX2")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--calls", action="store_true", help="count Python calls, time nothing")
@@ -247,7 +253,7 @@ def main() -> None:
         return
     named = [*sizes, "precision"]
     shape = [word for name in named for word in (f"--{name}", str(getattr(args, name)))]
-    shape += ["--calls"] * args.calls + ["--parts"] * args.parts
+    shape += ["--kept"] * args.kept + ["--calls"] * args.calls + ["--parts"] * args.parts
     answers = answers_of(started(args, shape), 1 if args.calls else args.steps)
     if args.parts:
         print_parts(answers)
@@ -261,13 +267,14 @@ def main() -> None:
     if args.calls:
         return
     today = datetime.date.today().isoformat()
-    cpu = "_imitated-avx2" if args.avx2 else ""
+    cpu = "_kept" * args.kept + "_imitated-avx2" * args.avx2
     dtype = "" if args.precision == "32" else f"_{args.precision}"
     path = args.results / f"{today}_small-step_{args.layers}x{args.width}{dtype}{cpu}.json"
     pairs = [(row, other) for row in answers for other in answers if other != row]
     result = {
         "what": "seconds of whole training steps, medians; ratios of speeds; oldest tree first",
         "clock": "CPU time" if args.threads == 1 else "wall",
+        "freed memory of plain and converted models": "kept" if args.kept else "returned",
         "shape": {name: getattr(args, name) for name in sizes},
         "steps": args.steps,
         "versions": {"python": platform.python_version(), "torch": version("torch")},

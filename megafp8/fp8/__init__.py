@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megafp8.fp8.converted import Fp8Error, Fp8Linear
     from megafp8.fp8.recipe_settings import recipe_named
     from megafp8.fp8.state import Fp8State, HealthReport, Scale
+    from megafp8.ops.memory import keep_freed_memory
     from megafp8.specs.precision import Fp8Recipe, ModuleRule
     from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
     from megafp8.specs.traits import ROW, TENSOR, Casts, Cost, Scales, Traits, alike, blocks
@@ -57,6 +58,7 @@ __all__ = [
     "check",
     "convert",
     "coverage",
+    "keep_freed_memory",
     "recipe_named",
 ]
 _HOMES = (
@@ -69,6 +71,7 @@ _HOMES = (
     ("megafp8.fp8.converted", "Fp8Error Fp8Linear"),
     ("megafp8.fp8.recipe_settings", "recipe_named"),
     ("megafp8.fp8.state", "Fp8State HealthReport Scale"),
+    ("megafp8.ops.memory", "keep_freed_memory"),
 )
 _HOME_OF = {name: module for module, names in _HOMES for name in names.split()}
 

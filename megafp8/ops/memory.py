@@ -1,4 +1,4 @@
-"""Read how much memory this process and this machine may use.
+"""Read how much memory this process and this machine may use, and keep what has been freed.
 
 The limits are those of the process (`ulimit -v`), of its control groups (containers, Slurm,
 systemd) and of the machine. A limit that cannot be read is left out.
@@ -6,6 +6,9 @@ systemd) and of the machine. A limit that cannot be read is left out.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import platform
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +16,11 @@ from pathlib import Path, PurePosixPath
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # the first version of control groups writes a number near 2**63 for "none"
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+_IN_HUGE_PAGES = 1 << 30
+"""The bytes of the heap, from its end when a run begins, that may have huge pages. They take
+address space at once, and memory where they are written."""
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: the kernel counts address space as memory
 
 
 @dataclass(frozen=True)
@@ -107,3 +115,41 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except (OSError, ValueError):
         return []
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees, and have huge pages: faster steps on a CPU.
+
+    Otherwise glibc returns large freed blocks to the kernel, and each large tensor is mapped again
+    and page-faulted, which takes up to half of the time of a training step. The settings hold for
+    what is allocated from now on, until the process ends, so the process never becomes smaller.
+    Return whether they took effect, which needs Linux with glibc. No result changes.
+    """
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL("libc.so.6")
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 << 20))
+    is_kept = all(libc.mallopt(option, value) == 1 for option, value in settings)
+    if is_kept:
+        _ask_for_huge_pages(libc)
+    return is_kept
+
+
+def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
+    """Ask the kernel to put what the process allocates next into huge pages, where it has them.
+
+    A step reads and writes more pages of 4 KiB than the processor remembers the addresses of. The
+    heap grows by a block that is freed again before anything is written there; since freed memory
+    is kept, tensors will lie in it.
+    """
+    is_counted = _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == "2"
+    if is_counted or process_limits():  # the block would take address space from the run
+        return
+    libc.malloc.restype = ctypes.c_void_p
+    block = libc.malloc(ctypes.c_size_t(_IN_HUGE_PAGES))
+    if block is None:
+        return
+    begin = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = block + _IN_HUGE_PAGES - begin
+    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    libc.free(ctypes.c_void_p(block))

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
 import os
-import platform
 import signal
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from megafp8.ops.memory import process_limits
+from megafp8.ops.memory import keep_freed_memory
 from megafp8.parallel.launch import heard_signals, leave_dead_terminal, signals_are_passed_on
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
-_IN_HUGE_PAGES = 1 << 30
-"""The bytes of the heap, from its end when a run begins, that may have huge pages. They take
-address space at once, and memory where they are written."""
-_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: the kernel counts address space as memory
 
 
 class StopRequest:
@@ -133,43 +123,6 @@ class Garbage:
     def __exit__(self, *_: object) -> None:
         if self._was_enabled:
             gc.enable()
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc keep large freed blocks instead of returning them to the kernel.
-
-    Otherwise each large tensor would be mapped again and page-faulted, which takes half of the time
-    of a CPU training step. What is allocated next may have huge pages. Return whether the settings
-    took effect, which needs Linux with glibc.
-    """
-    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL("libc.so.6")
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 << 20))
-    is_kept = all(libc.mallopt(option, value) == 1 for option, value in settings)
-    if is_kept:
-        _ask_for_huge_pages(libc)
-    return is_kept
-
-
-def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
-    """Ask the kernel to put what the process allocates next into huge pages, where it has them.
-
-    A step reads and writes more pages of 4 KiB than the processor remembers the addresses of. The
-    heap grows by a block that is freed again before anything is written there; since freed memory
-    is kept, tensors will lie in it.
-    """
-    is_counted = _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == "2"
-    if is_counted or process_limits():  # the block would take address space from the run
-        return
-    libc.malloc.restype = ctypes.c_void_p
-    block = libc.malloc(ctypes.c_size_t(_IN_HUGE_PAGES))
-    if block is None:
-        return
-    begin = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = block + _IN_HUGE_PAGES - begin
-    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    libc.free(ctypes.c_void_p(block))
 
 
 def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = False) -> None:

@@ -184,7 +184,7 @@ MANY_THREADS = """
 import sys, threading
 from pathlib import Path
 from megafp8.checkpoint.verify import _sha256
-from megafp8.train.process import keep_freed_memory
+from megafp8.ops.memory import keep_freed_memory
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

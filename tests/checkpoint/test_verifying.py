@@ -17,7 +17,7 @@ VERIFY = """
 import re, sys, threading
 from pathlib import Path
 from megafp8.checkpoint.verify import verify
-from megafp8.train.process import keep_freed_memory
+from megafp8.ops.memory import keep_freed_memory
 
 def anonymous():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

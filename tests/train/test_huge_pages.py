@@ -67,8 +67,8 @@ def test_a_limit_of_the_address_space_is_left_to_the_run() -> None:
 def test_a_kernel_that_counts_address_space_is_asked_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "overcommit_memory").write_text("2\n")
     program = f"""
-from megafp8.train import process
-process._OVERCOMMIT = Path({str(tmp_path / "overcommit_memory")!r})
+from megafp8.ops import memory
+memory._OVERCOMMIT = Path({str(tmp_path / "overcommit_memory")!r})
 print(*prepare())
 """
     size, _ = map(int, said(program))
