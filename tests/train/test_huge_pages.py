@@ -33,6 +33,20 @@ for part in re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), f
 """
 TWICE = "print(*prepare(), *prepare())"
 LIMITED = "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)); print(*prepare())"
+FAULTS = """
+from megafp8 import fp8
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(1 << 23)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+returned = faults()
+assert fp8.keep_freed_memory()
+faults()  # gets the memory that is kept
+print(returned, faults())
+"""
 on_linux = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages"
 )
@@ -73,3 +87,10 @@ print(*prepare())
 """
     size, _ = map(int, said(program))
     assert size < 1 << 20, "KiB"
+
+
+@on_linux
+def test_a_program_of_ones_own_keeps_what_it_frees() -> None:
+    """A tensor of 32 MiB has 8,192 pages of 4 KiB, or 16 huge ones."""
+    returned, kept = map(int, said(FAULTS))
+    assert returned >= 8 * 16 and kept < 16
