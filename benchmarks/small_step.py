@@ -13,9 +13,9 @@ steps, of which the second is timed, since the first finds the caches as another
 them. A figure is the median of a process's CPU time, with more threads of the clock; a ratio is the
 median of the ratios of each round. Trees, such as a git worktree of an earlier commit and this one,
 are compared in one run. With `--kept` plain and converted models keep freed memory in huge pages by
-`fp8.keep_freed_memory`, as ours always do. With `--calls` the calls of Python functions in one step
-are counted instead, and with `--parts` torch's profiler says what takes its time. With `--avx2`
-torch and its libraries imitate a CPU that has AVX2 and nothing newer.
+`fp8.keep_freed_memory`, which each tree must have, as ours always do. With `--calls` the calls of
+Python functions in one step are counted instead, and with `--parts` torch's profiler says what
+takes its time. With `--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import argparse
 import datetime
 import json
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -258,14 +259,15 @@ def main() -> None:
     if args.parts:
         print_parts(answers)
         return
+    if args.calls:
+        for row, counts in answers.items():
+            print(f"{row:>24}: {counts[-1]} Python calls")
+        return
     for row, values in answers.items():
-        if args.calls:
-            print(f"{row:>24}: {values[-1]} Python calls")
-            continue
         speeds = (f"{ratio(answers[o], values):.3f} of {o}" for o in answers if o != row)
         print(f"{row:>24}: {1e3 * statistics.median(values):8.2f} ms; speed {', '.join(speeds)}")
-    if args.calls:
-        return
+    from cpu_step import cpu_name  # it loads torch, which the timed processes need not wait for
+
     today = datetime.date.today().isoformat()
     cpu = "_kept" * args.kept + "_imitated-avx2" * args.avx2
     dtype = "" if args.precision == "32" else f"_{args.precision}"
@@ -273,6 +275,8 @@ def main() -> None:
     pairs = [(row, other) for row in answers for other in answers if other != row]
     result = {
         "what": "seconds of whole training steps, medians; ratios of speeds; oldest tree first",
+        "command": shlex.join(["python", "benchmarks/small_step.py", *sys.argv[1:]]),
+        "cpu": cpu_name(),
         "clock": "CPU time" if args.threads == 1 else "wall",
         "freed memory of plain and converted models": "kept" if args.kept else "returned",
         "shape": {name: getattr(args, name) for name in sizes},

@@ -1,4 +1,4 @@
-"""What a run on a CPU allocates lies in huge pages, where the kernel has them."""
+"""Memory that a process frees stays with it, and lies in huge pages where the kernel has them."""
 
 from __future__ import annotations
 
@@ -91,6 +91,9 @@ print(*prepare())
 
 @on_linux
 def test_a_program_of_ones_own_keeps_what_it_frees() -> None:
-    """A tensor of 32 MiB has 8,192 pages of 4 KiB, or 16 huge ones."""
+    """Each of eight tensors of 32 MiB has 8,192 pages of 4 KiB, or 16 huge ones.
+
+    The few faults that stay are not theirs.
+    """
     returned, kept = map(int, said(FAULTS))
-    assert returned >= 8 * 16 and kept < 16
+    assert returned >= 8 * 16 and kept < returned / 4
