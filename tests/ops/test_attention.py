@@ -129,29 +129,35 @@ def masked(kind: str) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_widened_attention_keeps_bf16_and_rounds_once(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "dtype, forward_is_fp32",
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
+)
+def test_widened_attention_keeps_halves_and_rounds_once(
+    dtype: torch.dtype, forward_is_fp32: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against FP64 over the same BF16 inputs, u = 2^-8 being half a unit of BF16's last place.
+    """Against FP64 over the same BF16 or FP16 inputs, u being half a unit of their last place.
 
-    Output and gradients are rounded once: u of each. Backward reads the rounded output through
-    D = sum(grad * out) alone, so D is off by at most e = u sum(|grad| |out|); it reaches the
+    Output and gradients are rounded once: u of each. A forward pass that is not in FP32 rounds the
+    probabilities too, before their sum divides them. Backward reads the output through
+    D = sum(grad * out) alone, so D is off by e = sum(|grad| |error of out|); it reaches the
     gradient of the scores as P e, and from there that of the queries as scale P e |k| and that of
     the keys as scale P^T e |q|. FP32's own errors are 2^-24 for each of some 50 operations: 2^-17
-    of the magnitudes covers them.
+    of the magnitudes covers them. FP16's numbers below 2^-14 are 2^-24 apart.
     """
-    monkeypatch.setattr(cpu, "FAST_AT_BF16", False)
-    heads, groups, scale, u = 4, 2, 0.3, 2.0**-8
-    exact = [x.detach().bfloat16().double() for x in inputs(heads, groups, QUERIES)]
-    q, k, v = (x.bfloat16().requires_grad_() for x in exact[:3])
+    if dtype == torch.bfloat16:
+        monkeypatch.setattr(cpu, "FAST_AT_BF16", not forward_is_fp32)
+    heads, groups, scale, u = 4, 2, 0.3, torch.finfo(dtype).eps / 2
+    exact = [x.detach().to(dtype).double() for x in inputs(heads, groups, QUERIES)]
+    q, k, v = (x.to(dtype).requires_grad_() for x in exact[:3])
     q64, k64, v64 = (x.clone().requires_grad_() for x in exact[:3])
     grad, mask = exact[3], masked(kind)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out = attention(q, k, v, AttentionTile(scale, is_causal=mask is None, mask=mask))
-    assert [x.dtype for x in kept] == [torch.bfloat16] * 4 + [torch.float32]
+    assert [x.dtype for x in kept] == [dtype] * 4 + [torch.float32]
     assert kept[4].numel() == 2 * heads * QUERIES, "the log-sum-exp alone is in FP32"
-    out.backward(grad.bfloat16())
+    out.backward(grad.to(dtype))
 
     k_all, v_all = (x.repeat_interleave(heads // groups, dim=1) for x in (k64, v64))
     bias = torch.zeros(QUERIES, QUERIES, dtype=torch.float64)
@@ -165,14 +171,15 @@ def test_widened_attention_keeps_bf16_and_rounds_once(
     expected = probs @ v_all
     expected.backward(grad)
     with torch.no_grad():
-        e = u * (grad.abs() * expected.abs()).sum(-1, keepdim=True)
-        size = scale * probs * (grad.abs() @ v_all.abs().mT + e / u)  # of the scores' gradients
+        e = (grad.abs() * (out.double() - expected).abs()).sum(-1, keepdim=True)
+        products = grad.abs() @ v_all.abs().mT + (grad * expected).abs().sum(-1, keepdim=True)
+        size = scale * probs * products  # of the scores' gradients
 
         def of_groups(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(1, (groups, -1)).sum(2)
 
         carried = {
-            "out": torch.zeros_like(expected),
+            "out": torch.zeros_like(expected) if forward_is_fp32 else u * probs @ v_all.abs(),
             "q": scale * (probs * e) @ k_all.abs(),
             "k": of_groups(scale * (probs * e).mT @ q64.abs()),
             "v": torch.zeros_like(v64),
@@ -186,8 +193,9 @@ def test_widened_attention_keeps_bf16_and_rounds_once(
         pairs = {"out": (out, expected), "q": (q.grad, q64.grad)}
         pairs |= {"k": (k.grad, k64.grad), "v": (v.grad, v64.grad)}
         for name, (found, wanted) in pairs.items():
-            assert found is not None and wanted is not None and found.dtype == torch.bfloat16
+            assert found is not None and wanted is not None and found.dtype == dtype
             bound = u * wanted.abs() + (1 + u) * carried[name] + 2.0**-17 * magnitude[name]
+            bound += 2.0**-25 if dtype == torch.float16 else 0.0
             assert ((found.double() - wanted).abs() <= bound).all(), name
 
 
@@ -245,6 +253,32 @@ def test_long_attention_keeps_the_chosen_products(seen: list[str]) -> None:
     q, *_ = inputs(4, 2)
     assert not attention_module.has_small_products(q, q), "FP64 has one kind of product"
     assert seen == [] and torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seq", [1, 191, 192])
+def test_short_attention_of_halves_goes_back_in_fp32(
+    dtype: torch.dtype, seq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outputs are those of torch's own function, and MKL has the products of the way back."""
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", True)
+    kernel, calls = torch_private.cpu_attention_backward, []
+
+    def run(*args: Any, **options: Any) -> Any:
+        calls.append(({x.dtype for x in args[:5]}, torch.get_float32_matmul_precision()))
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(torch_private, "cpu_attention_backward", run)
+    core = AttentionCore(8, 0.0, "site", RandomStreams(0), lambda flops: None)
+    qkv = torch.randn(2, seq, 72).to(dtype).requires_grad_()
+    out = core(qkv)
+    out.sum().backward()
+    assert calls == ([({torch.float32}, "highest")] if seq < 192 else [])
+    assert qkv.grad is not None and qkv.grad.dtype == dtype
+    q, k, v = qkv.unflatten(2, (9, 8)).transpose(1, 2).chunk(3, dim=1)
+    wanted = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(out, wanted.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.usefixtures("chosen")
