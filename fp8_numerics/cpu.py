@@ -16,6 +16,7 @@ WITHOUT_BF16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
 """oneDNN's names of the instruction sets that have no BF16 dot products."""
+WITHOUT_AMX = WITHOUT_BF16 | {"AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"}
 
 IMITATED = "MEGAFP8_CPU_FLAGS"
 """The environment variable with flags that replace the CPU's own, so that tests imitate another."""
@@ -46,8 +47,12 @@ def read_flags() -> frozenset[str] | None:
         return None
 
 
-def onednn_limit(environment: Mapping[str, str]) -> str | None:
+def onednn_limit(
+    environment: Mapping[str, str], names: frozenset[str] = WITHOUT_BF16
+) -> str | None:
     """Return the variable and value that keep oneDNN from BF16 instructions, or None.
+
+    `names` are the values that do so; with `WITHOUT_AMX` those that keep it from AMX.
 
     torch gives BF16 products to oneDNN on x86. As oneDNN does, this function takes the first of the
     two variables that is not empty, and ignores case and values that oneDNN does not know. (The
@@ -58,7 +63,7 @@ def onednn_limit(environment: Mapping[str, str]) -> str | None:
         return None
     given = ((name, environment.get(name, "")) for name in ONEDNN_LIMITS)
     name, value = next((pair for pair in given if pair[1]), ("", ""))
-    return f"{name}={value}" if value.upper() in WITHOUT_BF16 else None
+    return f"{name}={value}" if value.upper() in names else None
 
 
 FLAGS = read_flags()
@@ -79,6 +84,14 @@ FAST_AT_BF16 = is_fast_at_bf16(FLAGS, LIMIT)
 
 Without them torch multiplies BF16 matrices 5 to 170 times slower than with them. Tests replace this
 value, so everything that depends on it reads it from this module."""
+
+
+def has_amx(flags: frozenset[str] | None, environment: Mapping[str, str]) -> bool:
+    """Return whether oneDNN multiplies BF16 matrices by AMX."""
+    return "amx_bf16" in (flags or ()) and onednn_limit(environment, WITHOUT_AMX) is None
+
+
+HAS_AMX = has_amx(FLAGS, os.environ)
 
 
 def why_slow_at_bf16() -> str:

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8_numerics.bf16 import is_widened
 from megafp8.models.documents import Area, Documents, band
 from megafp8.models.packed import BlockOf, attend_blocks, attend_varlen, uses_varlen
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
-from megafp8.ops.attention import AttentionTile, attention, has_small_products
+from megafp8.ops.attention import AttentionTile, attention, is_faster_here
 from megafp8.specs import GPTSpec
 
 CountFlops = Callable[[int], None]
@@ -317,7 +316,7 @@ class AttentionCore(nn.Module):
             block_of = self._block_of(context, documents, dropout, scale, q_BHSE)
             return attend_blocks(q_BHSE, k_BGSE, v_BGSE, documents, block_of)
         # With dropout torch itself computes BF16 in FP32, and all scores in one product.
-        if dropout == 0 and (is_widened(q_BHSE) or has_small_products(q_BHSE, k_BGSE)):
+        if dropout == 0 and is_faster_here(q_BHSE, k_BGSE):
             scale = scale or self.head_size**-0.5
             block = AttentionTile(scale, is_causal=mask is None, mask=mask)
             return attention(q_BHSE, k_BGSE, v_BGSE, block)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fp8_numerics import cpu
 from fp8_numerics.bf16 import is_widened
 from fp8_numerics.meta import device_kind
 from megafp8.ops import torch_private
@@ -97,9 +98,7 @@ def attend_backward(
     saved = (out_BHSE, lse_BHS)
     if _is_for_cpu(q_BHSE, block):
         operands: tuple[torch.Tensor, ...] = (grad_BHSE, q_BHSE, k_BGKE, v_BGKE, out_BHSE)
-        # In FP32 short products are faster, and gradients of scores are not rounded to halves.
-        is_short = q_BHSE.dtype in _HALVES and has_small_products(q_BHSE, k_BGKE)
-        if is_widened(q_BHSE) or is_short:
+        if is_widened(q_BHSE) or _goes_back_in_fp32(q_BHSE, k_BGKE):
             operands = tuple(x.float() for x in operands)
         with _small_products(operands[1], k_BGKE):
             grads: Grads = torch_private.cpu_attention_backward(
@@ -179,28 +178,46 @@ class _Attention(torch.autograd.Function):
         return dq_BHSE, dk_BGKE, dv_BGKE, None
 
 
-def has_small_products(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> bool:
-    """Whether torch would give products of this attention to oneDNN that are too small for it.
+def is_faster_here(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> bool:
+    """Whether `attention` computes these on a CPU in another way than torch's own function."""
+    in_fp32 = is_widened(q_BHSE) or _goes_back_in_fp32(q_BHSE, k_BGKE)
+    return in_fp32 or _has_small_products(q_BHSE, k_BGKE)
 
-    Torch does so with BF16 and FP16 in the backward pass, and with FP32 where products may have
-    less than the highest precision (`train/process.py`). A call of oneDNN takes about 10 us, and
-    the products of 32 queries with fewer than 192 keys take less in MKL, in FP32. Attention over
-    64 tokens is then three times as fast in FP32, and its backward pass six times in BF16.
+
+def _goes_back_in_fp32(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> bool:
+    """Whether the backward pass of BF16 or FP16 is computed in FP32, which takes less time.
+
+    torch makes a product of oneDNN for each 32 to 256 queries of a head. Such a call takes about
+    10 us, and MKL needs none: over 64 tokens the pass is six times as fast in FP32. From 192 tokens
+    on AMX makes up for the calls. Gradients of scores are then not rounded to BF16 or FP16 either.
     """
-    is_short = q_BHSE.shape[2] < _LONG and k_BGKE.shape[2] < _LONG
-    if not is_short or device_kind(q_BHSE.device) != "cpu":
+    if q_BHSE.dtype not in _HALVES or device_kind(q_BHSE.device) != "cpu":
         return False
-    if q_BHSE.dtype != torch.float32:
-        return q_BHSE.dtype in _HALVES
+    return _is_short(q_BHSE, k_BGKE) or not cpu.HAS_AMX
+
+
+def _has_small_products(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> bool:
+    """Whether torch would give FP32 products to oneDNN that are too small for it.
+
+    Torch does so where FP32 products may have less than the highest precision
+    (`train/process.py`). A call of oneDNN takes about 10 us, and the products of 32 queries with
+    fewer than 192 keys take less in MKL: attention over 64 tokens is then three times as fast.
+    """
+    if not _MAY_CALL_ONEDNN or q_BHSE.dtype != torch.float32 or q_BHSE.device.type != "cpu":
+        return False
     if torch.compiler.is_compiling():  # torch's own function is then a part of the graph
         return False
-    return _MAY_CALL_ONEDNN and torch.get_float32_matmul_precision() != "highest"
+    return _is_short(q_BHSE, k_BGKE) and torch.get_float32_matmul_precision() != "highest"
+
+
+def _is_short(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> bool:
+    return q_BHSE.shape[2] < _LONG and k_BGKE.shape[2] < _LONG
 
 
 @contextmanager
 def _small_products(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> Iterator[None]:
-    """Let MKL compute FP32 products inside the context if they are too small for oneDNN."""
-    if q_BHSE.dtype != torch.float32 or not has_small_products(q_BHSE, k_BGKE):
+    """Let MKL compute the products inside the context if they are too small for oneDNN."""
+    if not _has_small_products(q_BHSE, k_BGKE):
         yield
         return
     chosen = torch.get_float32_matmul_precision()

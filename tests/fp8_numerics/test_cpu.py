@@ -76,6 +76,20 @@ def test_a_limit_of_onednn_is_read_as_onednn_reads_it(given: dict, limit: str | 
 
 
 @pytest.mark.parametrize(
+    ("flags", "value", "has_amx"),
+    [
+        ("avx512_bf16 amx_bf16", "", True),
+        ("avx512_bf16 amx_bf16", "AVX512_CORE_AMX", True),
+        ("avx512_bf16 amx_bf16", "AVX512_CORE_BF16", False),
+        ("avx512_bf16 amx_bf16", "AVX2", False),
+        ("avx512_bf16", "", False),
+    ],
+)
+def test_amx_needs_its_flag_and_no_limit(flags: str, value: str, has_amx: bool) -> None:
+    assert cpu.has_amx(frozenset(flags.split()), {"ONEDNN_MAX_CPU_ISA": value}) == has_amx
+
+
+@pytest.mark.parametrize(
     ("flags", "limit", "is_fast"),
     [
         ("avx2 avx512_bf16 amx_bf16", None, True),

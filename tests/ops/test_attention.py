@@ -251,18 +251,22 @@ def test_short_attention_has_mkls_products(seq: int, width: int, seen: list[str]
 def test_long_attention_keeps_the_chosen_products(seen: list[str]) -> None:
     core_results(192, 8)
     q, *_ = inputs(4, 2)
-    assert not attention_module.has_small_products(q, q), "FP64 has one kind of product"
+    assert not attention_module.is_faster_here(q, q), "FP64 has one kind of product"
     assert seen == [] and torch.get_float32_matmul_precision() == "medium"
 
 
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("seq", [1, 191, 192])
-def test_short_attention_of_halves_goes_back_in_fp32(
-    dtype: torch.dtype, seq: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "has_amx, seq, in_fp32",
+    [(True, 1, True), (True, 191, True), (True, 192, False), (False, 192, True)],
+)
+def test_the_backward_pass_of_halves_is_in_fp32(
+    has_amx: bool, seq: int, in_fp32: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outputs are those of torch's own function, and MKL has the products of the way back."""
+    """The outputs are those of torch's own function, and MKL has short products of this pass."""
     monkeypatch.setattr(cpu, "FAST_AT_BF16", True)
+    monkeypatch.setattr(cpu, "HAS_AMX", has_amx)
     kernel, calls = torch_private.cpu_attention_backward, []
 
     def run(*args: Any, **options: Any) -> Any:
@@ -274,7 +278,8 @@ def test_short_attention_of_halves_goes_back_in_fp32(
     qkv = torch.randn(2, seq, 72).to(dtype).requires_grad_()
     out = core(qkv)
     out.sum().backward()
-    assert calls == ([({torch.float32}, "highest")] if seq < 192 else [])
+    chosen = "highest" if seq < 192 else "medium"
+    assert calls == ([({torch.float32}, chosen)] if in_fp32 else [])
     assert qkv.grad is not None and qkv.grad.dtype == dtype
     q, k, v = qkv.unflatten(2, (9, 8)).transpose(1, 2).chunk(3, dim=1)
     wanted = scaled_dot_product_attention(q, k, v, is_causal=True)
