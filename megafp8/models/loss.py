@@ -38,7 +38,10 @@ def gradient_of_itself(dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 def backward_of_loss(loss: torch.Tensor) -> None:
     """Run the backward pass of the loss that `HeadLoss` has returned."""
-    loss.backward(gradient_of_itself(loss.dtype, loss.device))
+    if loss.device.type == "cpu":  # where the factor is read, and torch would import sympy for it
+        loss.backward()
+    else:
+        loss.backward(gradient_of_itself(loss.dtype, loss.device))
 
 
 def beginning_of_backward(loss: torch.Tensor) -> torch.Tensor:
