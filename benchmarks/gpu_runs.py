@@ -37,6 +37,11 @@ from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES, find_recipe
 
 Row = dict[str, Any]
+FARTHEST = {"e2m1": 0.8}
+"""How far a layer's gradient may be from BF16's, relatively; 0.2 for FP8.
+
+The numbers of E2M1 are four times as far apart as those of E4M3, with two bits less. On a CPU, with
+16 to 512 tokens of the same width, NVFP4 was 0.31 to 0.37 away, and FP8 0.07 to 0.12."""
 PAIRS: tuple[tuple[Layout, Layout], ...] = (
     ("tensor", "tensor"),
     ("row", "row"),
@@ -269,10 +274,11 @@ def layer_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable
         is_finite = bool(torch.isfinite(grad).all())
         error = float((grad.float() - base["grad"].float()).norm() / base["grad"].float().norm())
         backends = sorted(state.counter.fp8_backends)
+        numbers = "" if name == "bf16" else find_recipe(name).traits.numbers
         return {
             "relative_difference_to_bf16": error,
             "fp8_ran_by": backends,
-            "is_right": is_finite and error < 0.2,
+            "is_right": is_finite and error < FARTHEST.get(numbers, 0.2),
         }
 
     for name in settings:
