@@ -15,7 +15,8 @@ median of the ratios of each round. Trees, such as a git worktree of an earlier 
 are compared in one run. With `--kept` plain and converted models keep freed memory in huge pages by
 `fp8.keep_freed_memory`, which each tree must have, as ours always do. With `--calls` the calls of
 Python functions in one step are counted instead, and with `--parts` torch's profiler says what
-takes its time. With `--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer.
+takes its time. With `--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer,
+with `--no-amx` one that multiplies BF16 by AVX-512.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+NO_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 WARMUP = 3
 PLAIN = ("plain", "compiled", "torchao", "torchao:compiled")
 PARTS = {  # of the profiler's names; what runs in a function of autograd's is the function's own
@@ -195,7 +197,7 @@ def started(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, tuple[s
             [sys.executable, __file__, *shape, "--serve", *names],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={"PYTHONPATH": str(tree.resolve()), "PATH": "/usr/bin:/bin"}
-            | (AVX2 if args.avx2 else {}),
+            | (AVX2 if args.avx2 else NO_AMX if args.no_amx else {}),
         )  # fmt: skip
         rows |= {f"{where}{name}": (name, worker) for name in names}
     return rows
@@ -242,7 +244,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--precision", choices=("32", "bf16"), default="32")
     parser.add_argument("--kept", action="store_true", help="keep freed memory in all processes")
-    parser.add_argument("--avx2", action="store_true", help="imitate a CPU with AVX2")
+    imitated = parser.add_mutually_exclusive_group()
+    imitated.add_argument("--avx2", action="store_true", help="imitate a CPU with AVX2")
+    imitated.add_argument("--no-amx", action="store_true", help="imitate a CPU without AMX")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--calls", action="store_true", help="count Python calls, time nothing")
     instead.add_argument("--parts", action="store_true", help="show the parts of a profiled step")
@@ -269,7 +273,7 @@ def main() -> None:
     from cpu_step import cpu_name  # it loads torch, which the timed processes need not wait for
 
     today = datetime.date.today().isoformat()
-    cpu = "_kept" * args.kept + "_imitated-avx2" * args.avx2
+    cpu = "_kept" * args.kept + "_imitated-avx2" * args.avx2 + "_no-amx" * args.no_amx
     dtype = "" if args.precision == "32" else f"_{args.precision}"
     path = args.results / f"{today}_small-step_{args.layers}x{args.width}{dtype}{cpu}.json"
     pairs = [(row, other) for row in answers for other in answers if other != row]
@@ -285,6 +289,7 @@ def main() -> None:
         "median_seconds": {row: statistics.median(values) for row, values in answers.items()},
         "speeds": {f"{a} over {b}": ratio(answers[b], answers[a]) for a, b in pairs},
     }
+    args.results.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")
 
