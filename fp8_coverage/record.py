@@ -287,10 +287,11 @@ class coverage:  # noqa: N801  # used like a function
         node = torch_private.running_node()
         if node is None:
             return self._forward_place() if self._stack else OUTSIDE
-        found = self._of_node.get(node)
+        is_again = torch.is_grad_enabled()  # checkpointing computes a forward pass again
+        found = None if is_again else self._of_node.get(node)
         if found is None and node < torch_private.CALLER:
             found = self._places[bisect_right(self._numbers, node) - 1]
-        return (found or OUTSIDE)._replace(is_backward=True)
+        return (found or OUTSIDE)._replace(is_backward=not is_again)
 
     def _forward_place(self) -> _Place:
         if not self._stack:

@@ -81,13 +81,13 @@ class Reads(torch_private.TorchDispatchMode):
                 self.flops[kind] += count(*args, **(kwargs or {}), out_val=out)
             except Exception:  # a form of the operation that its count does not know
                 self.is_counted = False
-        if not backward_pass() >= 0:
+        if not _is_backward():
             self._follow(inputs, [*_tensors_of(out)])
         return out
 
     def _kind_of(self, operation: Any, inputs: list[torch.Tensor]) -> str:
         """Return the kind of a product, and note which weights it reads in a forward pass."""
-        if backward_pass() >= 0:
+        if _is_backward():
             return self._kinds.get(running_node() or 0, "linear")
         operands = inputs[operation in ADDED :][:2]
         from_where = [self._source(tensor) for tensor in operands]
@@ -124,6 +124,11 @@ class Reads(torch_private.TorchDispatchMode):
             return None
         begin, end = _place(tensor)  # all parameters may be views of one buffer (DeepSpeed, apex)
         return frozenset[str]().union(*(n for (b, e), n in fixed.items() if b < end and begin < e))
+
+
+def _is_backward() -> bool:
+    """Whether gradients are computed, and not what checkpointing computes again before them."""
+    return backward_pass() >= 0 and not torch.is_grad_enabled()
 
 
 def _key(tensor: torch.Tensor) -> int:

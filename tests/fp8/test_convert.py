@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -507,6 +507,33 @@ def test_the_share_has_all_products_that_ran(
     if share < 0.85:
         with pytest.raises(AssertionError, match="ran in FP8"):
             recorded.assert_at_least(0.85)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(("skip", "share"), [((), 1.0), ("qkv", 3 / 15)])
+def test_what_checkpointing_computes_again_is_counted_by_its_kind(
+    use_reentrant: bool, skip: Any, share: float
+) -> None:
+    """Attention is left out; of the linears `qkv` has four products of three parts, `o` three."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.o = nn.Linear(32, 96), nn.Linear(32, 32)
+
+        def attend(self, x_BSI: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(*self.qkv(x_BSI).chunk(3, dim=-1))
+
+        def forward(self, x_BSI: torch.Tensor) -> torch.Tensor:
+            again = torch.utils.checkpoint.checkpoint(
+                self.attend, x_BSI, use_reentrant=use_reentrant
+            )
+            return cast("torch.Tensor", self.o(again))
+
+    state = fp8.convert(model := Attention(), "tensorwise", skip=skip)
+    with state.microbatch(), fp8.coverage(model) as recorded:
+        model(noise(16, 32, seed=0)[None].requires_grad_()).sum().backward()
+    assert state.share == recorded.share == share
 
 
 def test_a_converted_output_layer_is_left_out_of_the_share() -> None:
