@@ -52,7 +52,8 @@ class Fp8Error(UserError):
     """
 
     def __init__(self, subject: str, reason: str, hint: str) -> None:
-        super().__init__(f"{subject}: {reason}. {hint}.")
+        end = "" if hint.endswith("?") else "."
+        super().__init__(f"{subject}: {reason}. {hint}{end}")
         self.subject, self.reason, self.hint = subject, reason, hint
 
 

@@ -509,6 +509,11 @@ def test_the_share_has_all_products_that_ran(
             recorded.assert_at_least(0.85)
 
 
+def test_a_question_ends_a_message() -> None:
+    with pytest.raises(fp8.Fp8Error, match=r"Did you mean 'delayed'\?$"):
+        fp8.convert(nn.Sequential(nn.Linear(16, 16)), "delay")
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(("skip", "share"), [((), 1.0), ("qkv", 3 / 15)])
 def test_what_checkpointing_computes_again_is_counted_by_its_kind(
