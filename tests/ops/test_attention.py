@@ -287,6 +287,19 @@ def test_the_backward_pass_of_halves_is_in_fp32(
 
 
 @pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_few_queries_of_many_keys_are_not_short(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are many queries of few keys, as in blocks of documents and of a ring."""
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", True)
+    monkeypatch.setattr(cpu, "HAS_AMX", True)
+    short, long = (torch.empty(1, 1, seq, 8, dtype=dtype) for seq in (191, 192))
+    pairs = [(short, short), (short, long), (long, short)]
+    assert [attention_module.is_faster_here(*pair) for pair in pairs] == [True, False, False]
+
+
+@pytest.mark.usefixtures("chosen")
 def test_an_error_leaves_the_chosen_precision() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(RuntimeError):
