@@ -59,6 +59,7 @@ class RunSummary:
     consumed_tokens: int | None = None
     epochs: str | None = None  # how often each dataset was read
     data_warnings: str | None = None  # what is seldom meant, such as validating on training data
+    num_skipped_steps: int = 0  # of all processes of the run; their gradients were not finite
     wall_seconds: float | None = None  # of this process; earlier processes of the run not included
     tokens_per_second: float | None = None
     tflops_causal: float | None = None  # model TFLOP/s; see flops.py
@@ -145,6 +146,10 @@ class RunSummary:
             rows.append(("training loss", format_number(self.train_loss) + self._mean_of()))
         if self.loss_curve:
             rows.append(("its curve", self.loss_curve))
+        if self.num_skipped_steps:
+            value = f"{self.num_skipped_steps} of {self.step}, whose gradients were not finite"
+            in_all = self.num_skipped_steps >= self.step
+            rows.append(("skipped steps", value + "; no weight has changed" * in_all))
         if self.epochs is not None:
             rows.append(("epochs", self.epochs))
         if self.data_warnings is not None:

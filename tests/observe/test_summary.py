@@ -91,6 +91,20 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert summary.rows() == [("status", "stopped, saved, step 3/9"), ("run", "/runs/x")]
 
 
+@pytest.mark.parametrize(
+    ("number", "row"),
+    [
+        (0, ""),
+        (3, "3 of 4, whose gradients were not finite"),
+        (4, "4 of 4, whose gradients were not finite; no weight has changed"),
+    ],
+)
+def test_skipped_steps_are_said(number: int, row: str) -> None:
+    summary = RunSummary(status="finished", step=4, total_steps=4, log_dir="run")
+    rows = dict(dataclasses.replace(summary, num_skipped_steps=number).rows())
+    assert rows.get("skipped steps", "") == row
+
+
 def test_summary_json_is_strict_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_summary(path, full_summary())

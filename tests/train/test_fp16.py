@@ -181,6 +181,7 @@ def test_a_run_overflows_stops_and_continues(place: Place) -> None:
     skipped = [row for row in rows if row["grad_norm"] in ("Infinity", "NaN")]
     assert skipped and len(rows) == 12
     assert other.summary()["num_skipped_steps"] == len(skipped)
+    assert f"{len(skipped)} of 12, whose gradients were not finite" in done.output
     assert "FP16 overflow: weights unchanged, next loss scale" in done.output
     scales = [row["loss_scale"] for row in rows]
     assert min(scales) < scales[0] == 2**20 and any(

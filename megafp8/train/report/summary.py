@@ -101,6 +101,7 @@ def summarize(
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
         epochs=None if spec.train.overfit_batches else epochs_of(run.data, state.consumed_samples),
         data_warnings="; ".join(warnings_of(spec.data, run.data)) or None,
+        num_skipped_steps=state.num_skipped,
         wall_seconds=time.monotonic() - began,
         **_speed(run, path),
         peak=run.peak.text(fp8=spec.precision.fp8 is not None),
@@ -178,7 +179,6 @@ def _counted(run: Run) -> dict[str, object]:
         "fp8_share_with_attention": counter.share("fp8"),
         "fp8_flops_by_backend": dict(counter.fp8_backends),
         "peak_of_a_rank": dataclasses.asdict(run.peak),
-        "num_skipped_steps": state.num_skipped,
         "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
         "traffic_bytes": {
             " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
