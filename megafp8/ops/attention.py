@@ -180,6 +180,8 @@ class _Attention(torch.autograd.Function):
 
 def is_faster_here(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> bool:
     """Whether `attention` computes these on a CPU in another way than torch's own function."""
+    if device_kind(q_BHSE.device) != "cpu":
+        return False
     in_fp32 = is_widened(q_BHSE) or _goes_back_in_fp32(q_BHSE, k_BGKE)
     return in_fp32 or _has_small_products(q_BHSE, k_BGKE)
 
