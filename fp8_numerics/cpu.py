@@ -17,6 +17,7 @@ WITHOUT_BF16 = frozenset(
 )
 """oneDNN's names of the instruction sets that have no BF16 dot products."""
 WITHOUT_AMX = WITHOUT_BF16 | {"AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"}
+"""Those that have no AMX."""
 
 IMITATED = "MEGAFP8_CPU_FLAGS"
 """The environment variable with flags that replace the CPU's own, so that tests imitate another."""

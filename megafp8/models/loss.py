@@ -38,10 +38,9 @@ def gradient_of_itself(dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 def backward_of_loss(loss: torch.Tensor) -> None:
     """Run the backward pass of the loss that `HeadLoss` has returned."""
-    if loss.device.type == "cpu":  # where the factor is read, and torch would import sympy for it
-        loss.backward()
-    else:
-        loss.backward(gradient_of_itself(loss.dtype, loss.device))
+    # On a CPU the factor is read, and torch would import sympy to check a gradient that is given.
+    is_read = loss.device.type == "cpu"
+    loss.backward(None if is_read else gradient_of_itself(loss.dtype, loss.device))
 
 
 def beginning_of_backward(loss: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,8 @@ def attend(
     in FP32.
     """
     if _is_for_cpu(q_BHSE, block):
-        q_BHSE, k_BGKE, v_BGKE = _widened(q_BHSE, k_BGKE, v_BGKE)
+        if is_widened(q_BHSE):
+            q_BHSE, k_BGKE, v_BGKE = q_BHSE.float(), k_BGKE.float(), v_BGKE.float()
         with _small_products(q_BHSE, k_BGKE):
             out_BHSE, lse_BHS = torch_private.cpu_attention(
                 q_BHSE,
@@ -145,9 +146,9 @@ def attend_backward(
 def attention(
     q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: AttentionTile
 ) -> torch.Tensor:
-    """Return attention over all keys, [B, H, S, E], with gradients; products are in FP32.
+    """Return attention over all keys, [B, H, S, E], in the queries' dtype, with gradients.
 
-    The operands are saved for backward in their own dtype.
+    The operands are saved for backward in their own dtype, also where products are in FP32.
     """
     out_BHSE: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q_BHSE, k_BGKE, v_BGKE, block
@@ -179,7 +180,7 @@ class _Attention(torch.autograd.Function):
 
 
 def is_faster_here(q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> bool:
-    """Whether `attention` computes these on a CPU in another way than torch's own function."""
+    """Whether `attention` has a faster way on a CPU to compute these than torch's own function."""
     if device_kind(q_BHSE.device) != "cpu":
         return False
     in_fp32 = is_widened(q_BHSE) or _goes_back_in_fp32(q_BHSE, k_BGKE)
@@ -245,10 +246,6 @@ def merge_(
 
 def _is_for_cpu(q_BHSE: torch.Tensor, block: AttentionTile) -> bool:
     return block.keep is None and q_BHSE.device.type in ("cpu", "meta")
-
-
-def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(part.float() for part in parts) if is_widened(parts[0]) else parts
 
 
 def _bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
