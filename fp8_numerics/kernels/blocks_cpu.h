@@ -374,6 +374,78 @@ INLINE void encode_row(struct blocks b, size_t at, size_t n, const float *restri
     }
 }
 
+#if HAS_AVX512
+/* For factors that are powers of two the exponent, at its place in BF16, from which on a number times
+ * its factor is a normal number of E4M3. Returns whether all are such powers, and no value near a
+ * number of E4M3 leaves the normal range of BF16. */
+INLINE int least_normals(const float *restrict factor, size_t num, int16_t *restrict least) {
+    int32_t is_other = 0;
+    for (size_t j = 0; j < num; j++) {
+        const int32_t bits = (int32_t)as_bits(factor[j]);
+        is_other |= (bits & (int32_t)0x807fffff) | (bits < 9 << 23) | (bits > 244 << 23);
+        least[j] = (int16_t)((248 << 7) - (bits >> 16));
+    }
+    return !is_other;
+}
+
+/* Codes in E4M3 of finite numbers in BF16, for factors by `least_normals`, one for each column or for
+ * each `right` columns. Such a factor does not change which three bits of a mantissa are kept, so
+ * that a normal number is rounded as it is, 32 at a time; the result is its value. */
+INLINE void encode_powers(const struct blocks *b, size_t at, size_t n,
+                          const int16_t *restrict least, size_t right) {
+    for (size_t j = 0; j < n; j += 32) {
+        const __mmask32 some = n - j < 32 ? ((__mmask32)1 << (n - j)) - 1 : ~(__mmask32)0;
+        const __m512i x = _mm512_maskz_loadu_epi16(some, (const uint16_t *)b->x + at + j);
+        const __m512i m = _mm512_and_si512(x, WORDS(0x7fff));
+        const __m512i normal = right == 1 ? _mm512_maskz_loadu_epi16(some, least + j)
+                                          : WORDS(least[j / right]);
+        const __m512i one = WORDS(1);
+        const __mmask32 is_small = _mm512_mask_cmplt_epu16_mask(
+            some, _mm512_sub_epi16(m, one), _mm512_sub_epi16(normal, one)); /* zero is not */
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(m, 4), one);
+        const __m512i up = _mm512_add_epi16(_mm512_add_epi16(m, WORDS(7)), odd);
+        __m512i value = _mm512_and_si512(up, WORDS(0x7ff0));
+        __m512i code = _mm512_srli_epi16(
+            _mm512_subs_epu16(value, _mm512_sub_epi16(normal, WORDS(1 << 7))), 4);
+        code = _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(x, 8), WORDS(0x80), 0xd8);
+        value = words_with_sign(value, x);
+        __m256i codes = _mm512_cvtepi16_epi8(code);
+        if (is_small) { /* a subnormal number of E4M3 */
+            for (size_t half = 0; half < 2; half++) {
+#define HALF(V) (half ? _mm512_extracti64x4_epi64(V, 1) : _mm512_castsi512_si256(V))
+#define WIDE(V) _mm512_slli_epi32(_mm512_cvtepu16_epi32(HALF(V)), 16)
+                const __m512 v = FLOATS(WIDE(x)), first = FLOATS(WIDE(normal));
+                const __m512 scale = _mm512_mul_ps(first, _mm512_set1_ps(0x1p6f));
+                __m512 number;
+                const __m128i part =
+                    encode_512(v, _mm512_div_ps(_mm512_set1_ps(1.0f), scale), E4M3, &number);
+                const __m256i words = _mm512_cvtepi32_epi16(
+                    _mm512_srli_epi32(INTEGERS(_mm512_mul_ps(number, scale)), 16));
+                codes = half ? _mm256_inserti128_si256(codes, part, 1)
+                             : _mm256_inserti128_si256(codes, part, 0);
+                value = half ? _mm512_inserti64x4(value, words, 1)
+                             : _mm512_inserti64x4(value, words, 0);
+#undef WIDE
+#undef HALF
+            }
+            value = words_with_sign(value, x);
+        }
+        _mm256_mask_storeu_epi8(b->payload + at + j, some, codes);
+        if (b->values) _mm512_mask_storeu_epi16((uint16_t *)b->values + at + j, some, value);
+    }
+}
+
+/* The same of a strip's rows from `top` to `bottom`. */
+static __attribute__((noinline)) void encode_by_powers(const struct blocks *b, size_t top,
+                                                       size_t bottom, size_t left, size_t n,
+                                                       const int16_t *least) {
+    for (size_t row = top; row < bottom; row++) {
+        if (b->right == 1) encode_powers(b, row * b->cols + left, n, least, 1);
+        else encode_powers(b, row * b->cols + left, n, least, b->right);
+    }
+}
+#endif
+
 /* The same of rows from `top` to `bottom`. With NaN or infinity, which is rare, one slow loop serves
  * all kinds and rules. */
 static __attribute__((noinline)) void encode_strip(const struct blocks *from, size_t top,
@@ -448,11 +520,24 @@ static void cast_strip(const struct blocks *b, size_t top, size_t bottom, size_t
             find_amax(b, (top + line) * b->cols + left, high, n, 1, amax + line * each);
     find_factors(b, lines * each, amax, scales, of_block);
     const size_t num = (n + right - 1) / right;
+#if HAS_AVX512
+    int16_t least[STRIP];
+    const int is_bf16 = b->kind == BF16 && (!b->values || b->value_kind == BF16);
+    const int by_powers = is_known && is_bf16 && b->rule != FP4 && b->format == E4M3 &&
+                          (right == 1 || right % 32 == 0) &&
+                          least_normals(of_block, lines * each, least);
+#endif
     const int writes = writes_values(b, scales, lines, each, num, is_known);
     for (size_t line = 0; line < lines; line++) {
         const float *own = scales + line * each;
         const size_t first = top + line;
         memcpy(b->scale + first / b->down * of_row + left / right, own, num * sizeof *own);
+#if HAS_AVX512
+        if (by_powers) {
+            encode_by_powers(b, first, first + high, left, n, least + line * each);
+            continue;
+        }
+#endif
         widen(of_block + line * each, right, factor);
         if (writes) widen(own, right, back);
         encode_strip(b, first, first + high, left, n, factor, writes ? back : NULL, is_known);
@@ -563,17 +648,72 @@ void megafp8_block_values(const uint8_t *payload, size_t rows, size_t cols, cons
     }
 }
 
-#define TURNED 32 /* columns that are rotated together */
+#define TURNED 16 /* columns that are rotated together */
+
+#if HAS_AVX512
+/* `rotate_strip` of BF16 in sums of 32-bit integers, which are exact too: each column is multiplied by
+ * a power of two that makes all its numbers integers, and leaves room for sums of 16. Returns 0, and
+ * writes nothing, where a column's numbers lie too far from each other for that. */
+INLINE int rotate_integers(const void *restrict x, size_t at, size_t rows, size_t cols,
+                           __mmask16 some, const float *restrict signs, uint16_t *restrict out,
+                           int16_t *restrict amax) {
+    const int room = 26; /* the bits that a column's largest number has as an integer, less one */
+    __m512 number[FP4_BLOCK];
+    __m512i v[FP4_BLOCK], most = ALL_OF(0), least = ALL_OF(-1);
+    for (size_t i = 0; i < FP4_BLOCK; i++) {
+        number[i] = load_512(x, at + i * cols, BF16, i < rows ? some : 0);
+        const __m512i m = INTEGERS(magnitude_512(number[i]));
+        most = _mm512_max_epi32(most, m);
+        least = _mm512_min_epu32(least, _mm512_sub_epi32(m, ALL_OF(1))); /* zero is the largest */
+    }
+    const __m512i e = _mm512_max_epi32(_mm512_srli_epi32(most, 23), ALL_OF(29));
+    const __m512i far = _mm512_sub_epi32(e, _mm512_srli_epi32(least, 23));
+    if (_mm512_cmpgt_epi32_mask(far, ALL_OF(room - 7)) | _mm512_cmpgt_epi32_mask(e, ALL_OF(254)))
+        return 0;
+    const __m512 there = FLOATS(_mm512_slli_epi32(_mm512_sub_epi32(ALL_OF(254 + room), e), 23));
+    const __m512 back = FLOATS(_mm512_slli_epi32(_mm512_sub_epi32(e, ALL_OF(room + 2)), 23));
+    for (size_t i = 0; i < FP4_BLOCK; i++)
+        v[i] = _mm512_cvtps_epi32(
+            _mm512_mul_ps(number[i], _mm512_mul_ps(there, _mm512_set1_ps(signs[i]))));
+#pragma GCC unroll 4
+    for (size_t half = 1; half < FP4_BLOCK; half *= 2)
+#pragma GCC unroll 16
+        for (size_t i = 0; i < FP4_BLOCK; i++) {
+            if (i & half) continue;
+            const __m512i a = v[i], b = v[i + half];
+            v[i] = _mm512_add_epi32(a, b);
+            v[i + half] = _mm512_sub_epi32(a, b);
+        }
+    __m512i seen = ALL_OF(0);
+    for (size_t i = 0; i < FP4_BLOCK; i++) {
+        const __m512i bits = INTEGERS(_mm512_mul_ps(_mm512_cvtepi32_ps(v[i]), back));
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), ALL_OF(1));
+        const __m512i code = _mm512_srli_epi32(
+            _mm512_add_epi32(bits, _mm512_add_epi32(odd, ALL_OF(0x7fff))), 16);
+        seen = _mm512_max_epi32(seen, _mm512_and_si512(code, ALL_OF(0x7fff)));
+        _mm256_mask_storeu_epi16(out + at + i * cols, some, _mm512_cvtepi32_epi16(code));
+    }
+    const __m256i before = _mm256_loadu_si256((const __m256i *)amax);
+    _mm256_storeu_si256((__m256i *)amax, _mm256_max_epi16(before, _mm512_cvtepi32_epi16(seen)));
+    return 1;
+}
+#endif
 
 /* Each 16 elements of a column of x [rows, cols] times diag(signs) H / 4, in BF16. The sums are in
  * FP64, so that their order changes nothing; a sum of zeros is +0. Rows that lack to 16 are zeros.
  * `amax` is raised by the magnitudes of the result, as bits of BF16. */
 INLINE void rotate_strip(const void *restrict x, size_t top, size_t rows, size_t cols, int kind,
-                         const float *restrict signs, uint16_t *restrict out,
+                         const float *restrict signs, int are_signs, uint16_t *restrict out,
                          int16_t *restrict amax) {
     double v[FP4_BLOCK][TURNED];
     for (size_t left = 0; left < cols; left += TURNED) {
         const size_t n = cols - left < TURNED ? cols - left : TURNED;
+#if HAS_AVX512
+        if (kind == BF16 && are_signs &&
+            rotate_integers(x, top * cols + left, rows - top, cols, (__mmask16)((1u << n) - 1),
+                            signs, out, amax))
+            continue;
+#endif
         for (size_t i = 0; i < FP4_BLOCK; i++)
             for (size_t j = 0; j < n; j++) {
                 const size_t at = (top + i) * cols + left + j;
@@ -603,6 +743,8 @@ INLINE void rotate_strip(const void *restrict x, size_t top, size_t rows, size_t
 void megafp8_rotate(const void *x, size_t rows, size_t cols, int kind, const float *signs,
                     uint16_t *out, float *amax, int threads) {
     int32_t all = 0;
+    int are_signs = 1;
+    for (size_t i = 0; i < FP4_BLOCK; i++) are_signs &= signs[i] == 1.0f || signs[i] == -1.0f;
     if (rows * cols < SERIAL_BELOW) threads = 1;
 #pragma omp parallel for num_threads(threads) reduction(max : all) schedule(static, 1)
     for (int t = 0; t < threads; t++) {
@@ -610,9 +752,9 @@ void megafp8_rotate(const void *x, size_t rows, size_t cols, int kind, const flo
         size_t begin, end;
         share(rows, threads, t, &begin, &end);
         for (; begin < end; begin += FP4_BLOCK) {
-            if (kind == F32) rotate_strip(x, begin, rows, cols, F32, signs, out, seen);
-            else if (kind == BF16) rotate_strip(x, begin, rows, cols, BF16, signs, out, seen);
-            else rotate_strip(x, begin, rows, cols, F16, signs, out, seen);
+            if (kind == F32) rotate_strip(x, begin, rows, cols, F32, signs, are_signs, out, seen);
+            else if (kind == BF16) rotate_strip(x, begin, rows, cols, BF16, signs, are_signs, out, seen);
+            else rotate_strip(x, begin, rows, cols, F16, signs, are_signs, out, seen);
         }
         for (size_t j = 0; j < TURNED; j++) all = seen[j] > all ? seen[j] : all;
     }

@@ -127,6 +127,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.megafp8_quantize.argtypes = (pointer, size, *results, number)
     lib.megafp8_quantize_and_sum.argtypes = (pointer, size, size, *results, pointer, number)
     lib.megafp8_amax.argtypes = (pointer, size, number, pointer, number)
+    lib.megafp8_column_sums.argtypes = (pointer, size, size, number, pointer, number)
     lib.megafp8_gelu.argtypes = (pointer, pointer, size, number, pointer, number)
     lib.megafp8_decode.argtypes = (pointer, size, number, pointer, number, number)
     matrix, block = (pointer, size, size, number), (size, size)

@@ -7,6 +7,7 @@
  * decode: FP8 bytes back to the grid.
  * gelu: an activation and its gradient (gelu_cpu.h).
  * accumulate: a BF16 gradient into its FP32 sum.
+ * column_sums: the gradient of a bias.
  * scaled_adam, scaled_sum: over tensors stored in low precision (scaled_cpu.h).
  */
 #include "blocks_cpu.h"
@@ -154,6 +155,33 @@ void megafp8_decode(const uint8_t *payload, size_t n, int format, void *grid, in
         else if (format == E4M3) decode_span(payload, begin, end, grid, E4M3, BF16);
         else if (grid_kind == F32) decode_span(payload, begin, end, grid, E5M2, F32);
         else decode_span(payload, begin, end, grid, E5M2, BF16);
+    }
+}
+
+/* Each column of x [rows, cols] added up in FP32 and in the order of the rows, as by
+ * megafp8_quantize_and_sum; a sum stays in a register for four rows. */
+INLINE void sum_columns(const void *restrict x, size_t rows, size_t cols, size_t begin, size_t end,
+                        float *restrict sum, int kind) {
+    size_t row = 0;
+    for (; row + 4 <= rows; row += 4)
+        for (size_t j = begin, at = row * cols; j < end; j++)
+            sum[j] = (((sum[j] + load(x, at + j, kind)) + load(x, at + cols + j, kind)) +
+                      load(x, at + 2 * cols + j, kind)) + load(x, at + 3 * cols + j, kind);
+    for (; row < rows; row++)
+        for (size_t j = begin; j < end; j++) sum[j] += load(x, row * cols + j, kind);
+}
+
+void megafp8_column_sums(const void *x, size_t rows, size_t cols, int kind, float *sum,
+                         int threads) {
+    if (rows * cols < SERIAL_BELOW) threads = 1;
+    memset(sum, 0, cols * sizeof *sum);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        size_t begin, end;
+        share(cols, threads, t, &begin, &end);
+        if (kind == BF16) sum_columns(x, rows, cols, begin, end, sum, BF16);
+        else if (kind == F16) sum_columns(x, rows, cols, begin, end, sum, F16);
+        else sum_columns(x, rows, cols, begin, end, sum, F32);
     }
 }
 

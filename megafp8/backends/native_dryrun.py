@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor, column_sums
 from fp8_numerics.gemm import Engine
 from fp8_numerics.philox import Rows
-from megafp8.fp8.quantizer import READERS, LinearQuantizer, Operands, column_sum, operands_of
+from megafp8.fp8.quantizer import READERS, LinearQuantizer, Operands, operands_of
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.parts import linears_of
 from megafp8.specs.recipes import find_recipe
@@ -63,7 +63,7 @@ def _operands(
     if by_first and with_first and is_on:
         turned = _operand(quantizer, role, x_MN.t(), casts.first)
         first = Fp8Tensor(turned.payload.t(), turned.dequant_scale, turned.fmt)
-    return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
+    return operands_of(x_MN, last, first), column_sums(x_MN) if with_sum else None
 
 
 def _operand(

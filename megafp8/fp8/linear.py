@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor, column_sums
 from fp8_numerics.gemm import EMULATED, GemmCounter, gemm
 from fp8_numerics.philox import Rows
 from megafp8.fp8.draws import TokenOrder
 from megafp8.fp8.grad_sink import DeferringSink, GradSink, GradSum
-from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
+from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.fp8.weights import WeightForm, weight_form
 from megafp8.ops import torch_private
@@ -305,7 +305,7 @@ def linear_backward(
             if work == torch.float32 and grad_output.shape[0] > 1:
                 sums_PO = grad_output  # added up where the bias's gradient lies, not copied there
             elif has_bias:
-                sums_PO = column_sum(grad_output)
+                sums_PO = column_sums(grad_output)
         else:
             (grad_last, grad_first), sums_PO = layer.quantizer.operands(
                 "grad_output", grad_output, with_sum=has_bias, rows=rows

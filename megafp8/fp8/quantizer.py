@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8_numerics.cast import Fp8Tensor, quantize
+from fp8_numerics.cast import Fp8Tensor, column_sums, quantize
 from fp8_numerics.formats import Fp8Format
 from fp8_numerics.gemm import wide_dtype
 from fp8_numerics.philox import Rows
@@ -185,7 +185,7 @@ class LinearQuantizer:
         """
         need = self._needs[role, with_first]
         if not (any(need) and self.state.fp8_enabled):
-            return Operands(x_MN, x_MN), column_sum(x_MN) if with_sum else None
+            return Operands(x_MN, x_MN), column_sums(x_MN) if with_sum else None
         tensor = self.tensors[role]
         quantized: tuple[Operands, torch.Tensor | None]
         with self.state.draws.of_rows(rows) if rows is not None else nullcontext():
@@ -254,11 +254,6 @@ class LinearQuantizer:
         last, first = (o.plain() if isinstance(o, Fp8Tensor) else None for o in operands)
         for observe in self.state.observers:
             observe(f"{self.name}.{role}", x_MN, last, first)
-
-
-def column_sum(x_MN: torch.Tensor) -> torch.Tensor:
-    """Return the FP32 sum of each column, [1, N]: the gradient of a bias."""
-    return x_MN.sum(0, keepdim=True, dtype=torch.float32)
 
 
 def operands_of(x_MN: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None) -> Operands:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8_numerics import block_casts
-from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor, column_sums
 from fp8_numerics.formats import E2M1
 from megafp8.errors import UserError
 from megafp8.fp8.draws import Draw
@@ -24,7 +24,6 @@ from megafp8.fp8.quantizer import (
     SavedForm,
     TensorQuantizer,
     WantsFp8,
-    column_sum,
     operands_of,
     values_dtype,
 )
@@ -98,7 +97,7 @@ class CastRule(Recipe):
         if need.first:
             first = last if casts.serves_both else self._along_first(filled_MN, (cols, rows))
         last = last if need.last else None
-        return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
+        return operands_of(x_MN, last, first), column_sums(x_MN) if with_sum else None
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
         casts, dtype = self._casts, self.given.fmt.dtype

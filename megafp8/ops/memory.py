@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # the first version of control groups writes a number near 2**63 for "none"
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = 1, -1, -2, -4  # malloc.h of glibc
 _IN_HUGE_PAGES = 1 << 30
 """The bytes of the heap, from its end when a run begins, that may have huge pages. They take
 address space at once, and memory where they are written."""
@@ -128,7 +128,14 @@ def keep_freed_memory() -> bool:
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL("libc.so.6")
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 << 20))
+    settings = (
+        (_M_MMAP_MAX, 0),
+        (_M_TRIM_THRESHOLD, 2**31 - 1),
+        (_M_TOP_PAD, 256 << 20),
+        # Small blocks are merged with free neighbours at once. glibc would keep them apart, and
+        # look for neighbours of all of them each time that 64 KiB are freed in one piece.
+        (_M_MXFAST, 0),
+    )
     is_kept = all(libc.mallopt(option, value) == 1 for option, value in settings)
     if is_kept:
         _ask_for_huge_pages(libc)

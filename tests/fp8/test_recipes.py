@@ -234,6 +234,57 @@ def test_kernels_and_torch_operations_rotate_alike(dtype: torch.dtype, rows: int
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("top", [-126, -99, -97, 0, 123, 124, 127])
+@pytest.mark.parametrize("far", [18, 19, 20, 39])
+def test_columns_of_numbers_far_from_each_other_are_rotated_exactly(top: int, far: int) -> None:
+    """In BF16, where kernels may add integers up.
+
+    Two numbers of a column are the largest, and cancel each other in half of the sums; the others
+    of column j are 2**-j times as large, or 2**-far. Their sums are exact in FP64. Rows and columns
+    end inside of a vector, and behind the rows are others.
+    """
+    need_kernels()
+    sizes = torch.tensor(2.0) ** top * torch.exp2(-torch.arange(45.0).clamp(max=far))
+    generator = torch.Generator().manual_seed(top + 200)
+    all_MN = ((1 + torch.rand(64, 45, generator=generator)) * sizes).bfloat16()
+    all_MN[3::16], all_MN[9::16] = 1.9921875 * 2.0**top, -1.9921875 * 2.0**top
+    all_MN[37:, ::2] = 0.0
+    x_MN = all_MN[:61]
+    for signs in (nvfp4.signs(), nvfp4.signs() * 0.75):
+        found, amax = block_casts.rotate_columns(x_MN, signs)
+        padded = torch.nn.functional.pad(x_MN, (0, 0, 0, 3)).t()
+        expected = nvfp4.rotated(padded, signs.tolist()).t().contiguous()
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(amax, amax_of(expected))
+
+
+@pytest.mark.parametrize("top", [-126, -120, -115, -114, -113, -108, 0, 126, 127])
+@pytest.mark.parametrize("along_columns", [True, False])
+def test_every_number_of_bf16_below_the_largest_of_its_block(top: int, along_columns: bool) -> None:
+    """By a power of two: 32 binades below it and zero, of both signs, to codes and to values."""
+    need_kernels()
+    fmt, largest = FORMATS["e4m3"], 0x7F + ((top + 127) << 7)
+    bits = torch.arange(max(0, largest - 32 * 128), largest + 1)
+    bits = torch.cat([bits, bits + 0x8000, torch.tensor([0, 0x8000])]).to(torch.uint16)
+    others = torch.nn.functional.pad(bits.view(torch.int16), (0, -len(bits) % 31)).view(-1, 31)
+    x = torch.cat([others, torch.full((len(others), 1), largest, dtype=torch.int16)], 1)
+    x_MK = x.view(torch.bfloat16)
+    given_MN = x_MK.t().contiguous() if along_columns else x_MK
+    block, wide = (32, 1) if along_columns else (1, 32), torch.bfloat16
+    for made in (
+        block_casts.mxfp8(given_MN, along_columns=along_columns, values=wide),
+        block_casts.current(given_MN, block, fmt, power_2=True, values=wide),
+    ):
+        assert made is not None and made.values is not None
+        payload, found, values = (
+            (t.t() if along_columns else t) for t in (made.payload, made.scale, made.values)
+        )
+        expected = (x_MK.float() / found).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+        assert torch.equal(payload.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(values, (expected.float() * found).bfloat16())
+        assert torch.equal(values.signbit(), x_MK.signbit())
+
+
 def test_the_factor_of_a_rotated_zero_has_the_sign_of_torchs_amax() -> None:
     """The sign of a value that is 0 follows from it."""
     need_kernels()

@@ -252,6 +252,22 @@ def test_column_sums_come_with_the_same_cast(
         assert ((sums.double() - view.double().sum(0)).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 13), (0, 5), (5, 0), (301, 257), (999, 100)])
+def test_column_sums_alone(dtype: torch.dtype, shape: tuple[int, int], num_threads: int) -> None:
+    """In 16 bits the bits of a cast's sums, in each layout."""
+    need_kernels()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, sums, one = cast.column_sums(x), torch.empty(shape[1]), torch.ones(())
+    assert found.shape == (1, shape[1]) and found.dtype == torch.float32
+    bound = shape[0] * 2.0**-24 * x.double().abs().sum(0)
+    assert ((found[0].double() - x.double().sum(0)).abs() <= bound).all()
+    quantize(x, one, formats.E4M3, amax=None, grid_dtype=torch.float32, column_sum=sums)
+    if dtype != torch.float32:
+        assert torch.equal(found[0], sums)
+        assert torch.equal(cast.column_sums(x.t().contiguous().t()), found)
+
+
 @both_formats
 def test_decoding_of_every_code(fmt: Fp8Format) -> None:
     """Compiled and by torch; 131,072 codes reach the threads and a vector loop's remainder."""

@@ -27,15 +27,15 @@ def test_calls_of_the_package_alone_are_counted_with_their_depth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     need_kernels()
-    before, right = walk("delayed"), quantizer.column_sum
+    before, right = walk("delayed"), quantizer.operands_of
 
     def also_sums(layer: object, *args: object, **options: object) -> object:
-        right(args[1].payload.float())  # type: ignore[attr-defined]  # two calls of ours a product
+        right(args[1].payload, None, None)  # type: ignore[attr-defined]
         return product(layer, *args, **options)  # type: ignore[arg-type]
 
     product = linear.product
     monkeypatch.setattr(linear, "product", also_sums)
     after: Walk = walk("delayed")
     extra = {key: n - before.calls[key] for key, n in after.calls.items() if n != before.calls[key]}
-    assert extra == {("fp8/quantizer.py", "column_sum"): 3 * NUM_LINEARS}
+    assert extra == {("fp8/quantizer.py", "operands_of"): 3 * NUM_LINEARS}
     assert after.per_linear == before.per_linear + 3 and after.deepest == before.deepest

@@ -56,7 +56,7 @@ class Blockwise(Recipe):
         else:
             last = self._blocks(tensor, x_MN, (1, BLOCK)) if need.last else None
             first = self._blocks(tensor, x_MN, (BLOCK, 1)) if need.first else None
-        sums_PN = quantizer.column_sum(x_MN) if with_sum else None
+        sums_PN = cast.column_sums(x_MN) if with_sum else None
         return quantizer.operands_of(x_MN, last, first), sums_PN
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:

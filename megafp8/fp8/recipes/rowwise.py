@@ -50,7 +50,7 @@ class Rowwise(Recipe):
         else:
             last = self._along(tensor, x_MN, dim=1) if need.last else None
             first = self._along(tensor, x_MN, dim=0) if need.first else None
-        sums_PN = quantizer.column_sum(x_MN) if with_sum else None
+        sums_PN = cast.column_sums(x_MN) if with_sum else None
         return quantizer.operands_of(x_MN, last, first), sums_PN
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
