@@ -39,18 +39,22 @@ INLINE __m512i exponent_512(__m512 x, int least) {
     return _mm512_max_epi32(e, ALL_OF(least << 23));
 }
 
-/* FP8 codes of x * factor, which has no NaN and rounds to none above the format's largest number,
- * and the magnitudes of the numbers that they stand for.
+/* FP8 codes of magnitudes, in the last bytes, of which none is NaN or rounds to one above the
+ * format's largest number; and the numbers that they stand for.
  * The sum's last byte is k of elements_cpu.h less that of emin, which is even and so changes no
  * tie; the bits of the exponent are added to it. */
-INLINE __m128i encode_512(__m512 x, __m512 factor, int format, __m512 *number) {
+INLINE __m512i codes_512(__m512 y, int format, __m512 *number) {
     const int mb = format == E4M3 ? 3 : 2, least = format == E4M3 ? 127 - 6 : 127 - 14;
     const int magic = ((23 - mb) << 23 | 0x400000) - (least << mb);
-    __m512 y = _mm512_mul_ps(magnitude_512(x), factor);
     __m512i e = exponent_512(y, least);
     __m512 large = FLOATS(_mm512_add_epi32(e, ALL_OF(magic))), sum = _mm512_add_ps(y, large);
     *number = _mm512_sub_ps(sum, large);
-    return with_sign(_mm512_add_epi32(INTEGERS(sum), _mm512_srli_epi32(e, 23 - mb)), x);
+    return _mm512_add_epi32(INTEGERS(sum), _mm512_srli_epi32(e, 23 - mb));
+}
+
+/* The same of x * factor, with signs, and the magnitudes of the numbers. */
+INLINE __m128i encode_512(__m512 x, __m512 factor, int format, __m512 *number) {
+    return with_sign(codes_512(_mm512_mul_ps(magnitude_512(x), factor), format, number), x);
 }
 
 /* `fp4_code` of 16 elements without NaN, with their random bytes or none, and their magnitudes. */
@@ -76,6 +80,32 @@ INLINE __m128i fp4_512(__m512 x, __m512 factor, int is_random, __m128i bytes, __
 
 #define WORDS(x) _mm512_set1_epi16((short)(x))
 
+INLINE __m512i words_with_sign(__m512i magnitude, __m512i codes) {
+    return _mm512_ternarylogic_epi32(magnitude, codes, WORDS(0x8000), 0xd8);
+}
+
+/* The cast of 32 numbers in BF16 by a finite scale above zero. The first of each two neighbours are
+ * one vector in FP32, the second another. */
+INLINE void quantize_512(__m512i x, __m512 scale, int format, __mmask32 some, uint8_t *payload,
+                         uint16_t *grid) {
+    const __m512 max = _mm512_set1_ps(format == E4M3 ? 448.0f : 57344.0f);
+    __m512i m = _mm512_and_si512(x, WORDS(0x7fff));
+    __m512 first = FLOATS(_mm512_slli_epi32(m, 16));
+    __m512 second = FLOATS(_mm512_and_si512(m, ALL_OF((int)0xffff0000u))), low, high;
+    __m512i code = codes_512(_mm512_min_ps(_mm512_mul_ps(first, scale), max), format, &low);
+    __m512i next = codes_512(_mm512_min_ps(_mm512_mul_ps(second, scale), max), format, &high);
+    code = _mm512_mask_blend_epi16(0xaaaaaaaau, code, _mm512_slli_epi32(next, 16));
+    __m512i number = _mm512_or_si512(_mm512_srli_epi32(INTEGERS(low), 16), INTEGERS(high));
+    const __mmask32 is_nan = _mm512_cmpgt_epi16_mask(m, WORDS(0x7f80));
+    if (is_nan) {
+        code = _mm512_mask_mov_epi16(code, is_nan, WORDS(0x7f));
+        number = _mm512_mask_mov_epi16(number, is_nan, WORDS(0x7fc0));
+    }
+    code = _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(x, 8), WORDS(0x80), 0xd8);
+    _mm256_mask_storeu_epi8(payload, some, _mm512_cvtepi16_epi8(code));
+    if (grid) _mm512_mask_storeu_epi16(grid, some, words_with_sign(number, x));
+}
+
 /* The magnitudes of 32 numbers of E4M3 in BF16, without NaN; `codes` are extended by their signs.
  */
 INLINE __m512i decode_512(__m512i codes) {
@@ -85,10 +115,6 @@ INLINE __m512i decode_512(__m512i codes) {
     __m512i m = _mm512_and_si512(codes, WORDS(0x7f));
     __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(m, 4), WORDS(120 << 7));
     return _mm512_mask_permutexvar_epi16(bits, _mm512_cmplt_epi16_mask(m, WORDS(8)), m, small);
-}
-
-INLINE __m512i words_with_sign(__m512i magnitude, __m512i codes) {
-    return _mm512_ternarylogic_epi32(magnitude, codes, WORDS(0x8000), 0xd8);
 }
 
 INLINE __mmask32 is_nan_of_e4m3(__m512i codes) {

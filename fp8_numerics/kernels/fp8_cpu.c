@@ -38,8 +38,43 @@ INLINE int32_t quantize_span(const void *restrict x, size_t begin, size_t end, f
  * products, and their tensors are in BF16: the other kinds have a grid in FP32 or none. */
 #define SPAN(K, F, SUM, G) quantize_span(x, begin, end, scale, payload, grid, SUM, K, F, G)
 
+#if HAS_AVX512
+/* The same of BF16, to a grid in BF16 or none, by a finite scale above zero, 32 at a time. */
+INLINE int32_t quantize_bf16(const uint16_t *restrict x, size_t begin, size_t end, float scale,
+                             uint8_t *restrict payload, uint16_t *restrict grid,
+                             float *restrict column_sum, int format) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    __m512i most = WORDS(0);
+    for (size_t i = begin; i < end; i += 32) {
+        const __mmask32 some = end - i < 32 ? ((__mmask32)1 << (end - i)) - 1 : ~(__mmask32)0;
+        const __m512i v = _mm512_maskz_loadu_epi16(some, x + i);
+        most = _mm512_max_epi16(most, _mm512_and_si512(v, WORDS(0x7fff)));
+        quantize_512(v, factor, format, some, payload + i, grid ? grid + i : NULL);
+        if (!column_sum) continue;
+        for (size_t half = 0; half < 32; half += 16) {
+            const __mmask16 these = (__mmask16)(some >> half);
+            float *sum = column_sum + (i - begin) + half;
+            const __m512 before = _mm512_maskz_loadu_ps(these, sum);
+            _mm512_mask_storeu_ps(
+                sum, these, _mm512_add_ps(before, load_512(x, i + half, BF16, these)));
+        }
+    }
+    most = _mm512_max_epi16(most, _mm512_srli_epi32(most, 16));
+    return _mm512_reduce_max_epi32(_mm512_and_si512(most, ALL_OF(0x7fff))) << 16;
+}
+
+INLINE int is_for_bf16(int kind, int grid_kind, float scale) {
+    return kind == BF16 && grid_kind != F32 && scale > 0.0f && scale <= 0x1.fffffep127f;
+}
+#endif
+
 static int32_t quantize_any(const void *x, size_t begin, size_t end, float scale, uint8_t *payload,
                             void *grid, int kind, int format, int grid_kind) {
+#if HAS_AVX512
+    if (is_for_bf16(kind, grid_kind, scale))
+        return format == E4M3 ? quantize_bf16(x, begin, end, scale, payload, grid, NULL, E4M3)
+                              : quantize_bf16(x, begin, end, scale, payload, grid, NULL, E5M2);
+#endif
 #define OR_NONE(K, F) (grid_kind == NONE ? SPAN(K, F, NULL, NONE) : SPAN(K, F, NULL, F32))
 #define OF_KIND(F)                                                                                 \
     (kind == F32         ? OR_NONE(F32, F)                                                         \
@@ -55,6 +90,12 @@ static __attribute__((nonnull)) int32_t sum_any(const void *x, size_t begin, siz
                                                 float scale, uint8_t *payload, void *grid,
                                                 float *column_sum, int kind, int format,
                                                 int grid_kind) {
+#if HAS_AVX512
+    if (is_for_bf16(kind, grid_kind, scale))
+        return format == E4M3
+                   ? quantize_bf16(x, begin, end, scale, payload, grid, column_sum, E4M3)
+                   : quantize_bf16(x, begin, end, scale, payload, grid, column_sum, E5M2);
+#endif
 #define OF_KIND(F)                                                                                 \
     (kind == F32         ? SPAN(F32, F, column_sum, F32)                                           \
      : kind == F16       ? SPAN(F16, F, column_sum, F32)                                           \
@@ -139,8 +180,19 @@ void megafp8_amax(const void *x, size_t n, int kind, float *amax, int threads) {
 
 INLINE void decode_span(const uint8_t *restrict payload, size_t begin, size_t end,
                         void *restrict grid, int format, int grid_kind) {
+    size_t i = begin;
+#if HAS_AVX512
+    if (format == E4M3 && grid_kind == BF16)
+        for (; i + 32 <= end; i += 32) {
+            const __m512i codes =
+                _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(payload + i)));
+            const __m512i bits = _mm512_mask_mov_epi16(decode_512(codes), is_nan_of_e4m3(codes),
+                                                       WORDS(0x7fc0));
+            _mm512_storeu_si512((uint16_t *)grid + i, words_with_sign(bits, codes));
+        }
+#endif
 #pragma GCC ivdep
-    for (size_t i = begin; i < end; i++)
+    for (; i < end; i++)
         put(grid, i, grid_kind, (uint32_t)decode_one(payload[i], format) << 16);
 }
 

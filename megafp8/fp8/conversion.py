@@ -124,6 +124,7 @@ def convert(
     _check_group(amax_group, chosen, reduces=any(is_delayed.values()) and chosen.reduce_amax)
     reduce = None if amax_group is None else _maximum_over(amax_group)
     shared = Shared(ScalingState(chosen, reduce))
+    shared.scaling.marks_infinities = True
     own = {name: module for name, module in linears.items() if not isinstance(module, Converted)}
     census = census_of(model, own, others, to_convert, [] if callable(skip) else _patterns(skip))
     bounds = {}

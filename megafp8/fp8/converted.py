@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fp8_numerics.cast import amax_of, with_nans
+from fp8_numerics.cast import amax_of
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.triton_launch import on_device_of
 from fp8_numerics.philox import Rows
@@ -341,25 +341,7 @@ class _Use:
 
 
 class _ConvertedFunction(LinearFunction):
-    """Run the linear of a converted module; its backward pass checks where it runs.
-
-    Infinities of input, weight and output gradient count as NaN, which no cast hides.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_TI: torch.Tensor,
-        weight_OI: nn.Parameter,
-        bias_O: nn.Parameter | None,
-        layer: Any,
-        is_grad_enabled: bool,
-        rows: Rows | None = None,
-    ) -> torch.Tensor:
-        if layer.quantizer.state.fp8_enabled:
-            input_TI = with_nans(input_TI)
-        params = weight_OI, bias_O
-        return LinearFunction.forward(ctx, input_TI, *params, layer, is_grad_enabled, rows)
+    """Run the linear of a converted module; its backward pass checks where it runs."""
 
     @staticmethod
     @once_differentiable
@@ -374,10 +356,9 @@ class _ConvertedFunction(LinearFunction):
                 "gradient would be that of the weight of before",
                 "Call backward() before the weight changes, or forward again after it",
             )
-        grad_TO = with_nans(grads[0]) if use.quantizer.state.fp8_enabled else grads[0]
-        no_autocast = torch.autocast(grad_TO.device.type, enabled=False)
+        no_autocast = torch.autocast(grads[0].device.type, enabled=False)
         with use.bound.shared.multiplying(use.bound), no_autocast:
-            return LinearFunction.backward(ctx, grad_TO)
+            return LinearFunction.backward(ctx, *grads)
 
 
 class Converted(nn.Module):

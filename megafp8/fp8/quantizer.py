@@ -14,13 +14,14 @@ tensor, which several recipes have, are here.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from fp8_numerics.cast import Fp8Tensor, column_sums, quantize
+from fp8_numerics.cast import Fp8Tensor, column_sums, quantize, with_nans
 from fp8_numerics.formats import Fp8Format
 from fp8_numerics.gemm import wide_dtype
 from fp8_numerics.philox import Rows
@@ -187,6 +188,8 @@ class LinearQuantizer:
         if not (any(need) and self.state.fp8_enabled):
             return Operands(x_MN, x_MN), column_sums(x_MN) if with_sum else None
         tensor = self.tensors[role]
+        if self.state.marks_infinities and not (x_MN.is_cpu and tensor.rule.casts_whole):
+            x_MN = with_nans(x_MN)
         quantized: tuple[Operands, torch.Tensor | None]
         with self.state.draws.of_rows(rows) if rows is not None else nullcontext():
             quantized = tensor.rule.operands(tensor, x_MN, need, with_sum=with_sum)
@@ -308,19 +311,18 @@ def cast_whole(
         last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need, dequant_scale)
         return operands_of(x_MN, last, first), sums_PN
     sum_N = x_MN.new_empty(x_MN.shape[1:], dtype=torch.float32) if with_sum else None
+    if amax is None and tensor.state.marks_infinities:
+        amax = x_MN.new_zeros((), dtype=torch.float32)
     # Without FP8 tensor cores products read `grid`, the FP8 numbers in the dtype of the products:
     # the cast writes it in the same pass.
-    payload, grid = quantize(
-        x_MN,
-        quant_scale,
-        fmt,
-        amax=amax,
-        grid_dtype=wide_dtype(x_MN.device, x_MN.dtype),
-        column_sum=sum_N,
-    )
+    grid_dtype = wide_dtype(x_MN.device, x_MN.dtype)
+    made = quantize(x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype, column_sum=sum_N)
+    if amax is not None and tensor.state.marks_infinities and not math.isfinite(amax):
+        x_MN = with_nans(x_MN)  # an infinity has been seen in this step, or a NaN
+        made = quantize(x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype, column_sum=sum_N)
     if dequant_scale is None:
         dequant_scale = quant_scale.reciprocal()
-    x_fp8 = Fp8Tensor(payload, dequant_scale, fmt, grid)
+    x_fp8 = Fp8Tensor(made.payload, dequant_scale, fmt, made.grid)
     operands = Operands(x_fp8 if need.last else x_MN, x_fp8 if need.first else x_MN)
     return operands, None if sum_N is None else sum_N[None]
 

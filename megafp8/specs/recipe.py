@@ -239,6 +239,9 @@ class Recipe:
 
         return scales.scale_of_amax
 
+    casts_whole = False
+    """Whether `operands` casts by `fp8.quantizer.cast_whole`, which looks for infinities itself."""
+
     def can_fuse(self, tensor: Any) -> bool:
         """Whether a kernel that computes the tensor may cast it too, by `produce`."""
         return False

@@ -252,6 +252,25 @@ def test_column_sums_come_with_the_same_cast(
         assert ((sums.double() - view.double().sum(0)).abs() <= bound).all()
 
 
+@both_formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.0, -3.0, torch.inf, torch.nan])
+def test_a_scale_that_is_none_has_one_meaning(
+    fmt: Fp8Format, dtype: torch.dtype, scale: float
+) -> None:
+    """The product in FP32 is cast, sign and all, by the kernels as by torch operations."""
+    need_kernels()
+    x = torch.randn(3, 47, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0, :3] = torch.tensor([0.0, torch.inf, torch.nan])
+    options: Any = {"amax": None, "grid_dtype": torch.float32 if dtype != torch.bfloat16 else dtype}
+    made = quantize(x, torch.tensor(scale), fmt, **options)
+    expected = cast.quantize_torch(x, torch.tensor(scale), fmt, **options)
+    assert made.grid is not None and expected.grid is not None
+    assert torch.equal(made.grid.isnan(), expected.grid.isnan())
+    assert torch.equal(made.grid.nan_to_num(), expected.grid.nan_to_num())
+    assert torch.equal(made.payload.float().nan_to_num(), made.grid.float().nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 13), (0, 5), (5, 0), (301, 257), (999, 100)])
 def test_column_sums_alone(dtype: torch.dtype, shape: tuple[int, int], num_threads: int) -> None:

@@ -36,6 +36,8 @@ class Delayed(Recipe):
         cost=Cost(launches=(43, 51), sums_columns=True),
     )
 
+    casts_whole = True
+
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:

@@ -43,6 +43,8 @@ class Tensorwise(Recipe):
         },
     )
 
+    casts_whole = True
+
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
