@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from fp8_numerics import block_casts
+from fp8_numerics import block_casts, nvfp4
+from fp8_numerics import cast as casts
 from fp8_numerics.cast import amax_of, decode, quantize
 from fp8_numerics.formats import E4M3
 from fp8_numerics.kernels.compile import library
@@ -54,6 +55,9 @@ def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
                     quantize, source, scale, E4M3, amax=amax, grid_dtype=grid, column_sum=sums
                 )
         made[f"amax {name}"] = partial(amax_of, source)
+        in_torch = partial(torch.sum, dim=0, dtype=torch.float32)  # as trees up to 30d98359 did
+        made[f"columns added up {name}"] = partial(getattr(casts, "column_sums", in_torch), source)
+        made[f"rotate {name}"] = partial(block_casts.rotate_columns, source, nvfp4.signs())
         made[f"decode to {name}"] = lambda dtype=dtype: decode(payload, E4M3, dtype)
         leaf = source.clone().requires_grad_()
         out = activation("gelu-tanh")(leaf)
@@ -69,18 +73,18 @@ def by_blocks(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Return the casts with a scale for each block, and their values in the dtype of `x`."""
     amax, made = x.abs().amax().float(), dict[str, Callable[[], object]]()
     byte = torch.randint(256, x.shape, dtype=torch.uint8, generator=torch.Generator())
-    casts: dict[str, tuple[tuple[int, int], Callable[[], Any]]] = {
+    cast_of: dict[str, tuple[tuple[int, int], Callable[[], Any]]] = {
         "mxfp8 rows": ((1, 32), partial(block_casts.mxfp8, x, along_columns=False)),
         "mxfp8 columns": ((32, 1), partial(block_casts.mxfp8, x, along_columns=True)),
     }
     for block in ((1, 16), (16, 1), (16, 16)):
         for how, bytes_ in (("", None), (" random", byte)):
             cast = partial(block_casts.nvfp4, x, block, amax, bytes_)
-            casts[f"nvfp4 {block[0]}x{block[1]}{how}"] = block, cast
+            cast_of[f"nvfp4 {block[0]}x{block[1]}{how}"] = block, cast
     for block in ((1, 128), (128, 1), (128, 128), (1, x.shape[1]), (x.shape[0], 1)):
         cast = partial(block_casts.current, x, block, E4M3, power_2=True)
-        casts[f"current {block[0]}x{block[1]}"] = block, cast
-    for name, (block, cast) in casts.items():
+        cast_of[f"current {block[0]}x{block[1]}"] = block, cast
+    for name, (block, cast) in cast_of.items():
         payload, scale, *_ = cast()
         made[name] = cast
         made[f"values of {name}"] = partial(

@@ -376,14 +376,17 @@ INLINE void encode_row(struct blocks b, size_t at, size_t n, const float *restri
 
 #if HAS_AVX512
 /* For factors that are powers of two the exponent, at its place in BF16, from which on a number times
- * its factor is a normal number of E4M3. Returns whether all are such powers, and no value near a
- * number of E4M3 leaves the normal range of BF16. */
-INLINE int least_normals(const float *restrict factor, size_t num, int16_t *restrict least) {
+ * its factor is a normal number of E4M3; any for blocks of zeros. Returns whether all are such powers,
+ * and no number of E4M3 times such a scale leaves the normal range of BF16. */
+INLINE int least_normals(const float *restrict factor, const int32_t *restrict amax, size_t num,
+                         int16_t *restrict least) {
     int32_t is_other = 0;
     for (size_t j = 0; j < num; j++) {
-        const int32_t bits = (int32_t)as_bits(factor[j]);
-        is_other |= (bits & (int32_t)0x807fffff) | (bits < 9 << 23) | (bits > 244 << 23);
-        least[j] = (int16_t)((248 << 7) - (bits >> 16));
+        const int32_t bits = (int32_t)as_bits(factor[j]), is_zero = amax[j] == 0;
+        const int32_t wrong =
+            (bits & (int32_t)0x807fffff) | (bits < 9 << 23) | (bits > 244 << 23);
+        is_other |= is_zero ? 0 : wrong;
+        least[j] = (int16_t)(is_zero ? 1 << 7 : (248 << 7) - (bits >> 16));
     }
     return !is_other;
 }
@@ -525,7 +528,7 @@ static void cast_strip(const struct blocks *b, size_t top, size_t bottom, size_t
     const int is_bf16 = b->kind == BF16 && (!b->values || b->value_kind == BF16);
     const int by_powers = is_known && is_bf16 && b->rule != FP4 && b->format == E4M3 &&
                           (right == 1 || right % 32 == 0) &&
-                          least_normals(of_block, lines * each, least);
+                          least_normals(of_block, amax, lines * each, least);
 #endif
     const int writes = writes_values(b, scales, lines, each, num, is_known);
     for (size_t line = 0; line < lines; line++) {
@@ -700,7 +703,7 @@ INLINE int rotate_integers(const void *restrict x, size_t at, size_t rows, size_
 #endif
 
 /* Each 16 elements of a column of x [rows, cols] times diag(signs) H / 4, in BF16. The sums are in
- * FP64, so that their order changes nothing; a sum of zeros is +0. Rows that lack to 16 are zeros.
+ * FP64, exact unless a column's numbers lie farther apart than its bits; a sum of zeros is +0. Rows that lack to 16 are zeros.
  * `amax` is raised by the magnitudes of the result, as bits of BF16. */
 INLINE void rotate_strip(const void *restrict x, size_t top, size_t rows, size_t cols, int kind,
                          const float *restrict signs, int are_signs, uint16_t *restrict out,

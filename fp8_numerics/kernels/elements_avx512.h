@@ -84,8 +84,8 @@ INLINE __m512i words_with_sign(__m512i magnitude, __m512i codes) {
     return _mm512_ternarylogic_epi32(magnitude, codes, WORDS(0x8000), 0xd8);
 }
 
-/* The cast of 32 numbers in BF16 by a finite scale above zero. The first of each two neighbours are
- * one vector in FP32, the second another. */
+/* The cast of 32 numbers in BF16 by a finite scale above zero. Of each two neighbours the first goes
+ * into one vector of FP32, the second into another. */
 INLINE void quantize_512(__m512i x, __m512 scale, int format, __mmask32 some, uint8_t *payload,
                          uint16_t *grid) {
     const __m512 max = _mm512_set1_ps(format == E4M3 ? 448.0f : 57344.0f);

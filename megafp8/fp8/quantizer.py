@@ -255,6 +255,7 @@ class LinearQuantizer:
 
     def _observe(self, role: Role, x_MN: torch.Tensor, operands: Operands) -> None:
         last, first = (o.plain() if isinstance(o, Fp8Tensor) else None for o in operands)
+        x_MN = with_nans(x_MN) if self.state.marks_infinities else x_MN
         for observe in self.state.observers:
             observe(f"{self.name}.{role}", x_MN, last, first)
 
@@ -291,7 +292,8 @@ def cast_whole(
 
     `dequant_scale` is the reciprocal of the scale, for a caller that has it already.
     The second result has the FP32 sums of each column of `x_MN` itself over groups of rows, [P, N],
-    if `with_sum` is set.
+    if `with_sum` is set. On a CPU a tensor whose infinities are to be NaN is cast once more if the
+    amax says that it may have some.
     """
     engine, fmt = tensor.state.engine, tensor.fmt
     if engine.uses_triton:
@@ -311,13 +313,14 @@ def cast_whole(
         last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need, dequant_scale)
         return operands_of(x_MN, last, first), sums_PN
     sum_N = x_MN.new_empty(x_MN.shape[1:], dtype=torch.float32) if with_sum else None
-    if amax is None and tensor.state.marks_infinities:
+    looks = tensor.state.marks_infinities and x_MN.is_cpu  # else `operands` has looked
+    if amax is None and looks:
         amax = x_MN.new_zeros((), dtype=torch.float32)
     # Without FP8 tensor cores products read `grid`, the FP8 numbers in the dtype of the products:
     # the cast writes it in the same pass.
     grid_dtype = wide_dtype(x_MN.device, x_MN.dtype)
     made = quantize(x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype, column_sum=sum_N)
-    if amax is not None and tensor.state.marks_infinities and not math.isfinite(amax):
+    if amax is not None and looks and not math.isfinite(amax):
         x_MN = with_nans(x_MN)  # an infinity has been seen in this step, or a NaN
         made = quantize(x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype, column_sum=sum_N)
     if dequant_scale is None:

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fp8_numerics.cast import Fp8Tensor, quantize, with_nans
+from fp8_numerics.cast import Fp8Tensor, quantize
 from fp8_numerics.formats import Fp8Format
 from fp8_numerics.gemm import Engine
 from megafp8.fp8.quantizer import LinearQuantizer, Operands
@@ -183,7 +183,7 @@ class FreshFp8:
     def _quantized(self, weight_OI: torch.Tensor, num_tokens: int) -> Operands:
         """Quantize the weight; microbatches after a step's first repeat its scale, unobserved."""
         state, now = self._quantizer.state, self._quantizer.state.draws.at
-        weight_OI = with_nans(weight_OI.detach()) if state.fp8_enabled else weight_OI.detach()
+        weight_OI = weight_OI.detach()
         if state.recording and self._step != state.num_steps:
             self._step, self._first = state.num_steps, (now, state.recomputation())
         if not state.recording or self._first is None or self._first[0] is now:

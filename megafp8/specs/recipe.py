@@ -239,8 +239,10 @@ class Recipe:
 
         return scales.scale_of_amax
 
-    casts_whole = False
-    """Whether `operands` casts by `fp8.quantizer.cast_whole`, which looks for infinities itself."""
+    @property
+    def casts_whole(self) -> bool:
+        """Whether `operands` casts by `fp8.quantizer.cast_whole`, which looks for infinities."""
+        return False
 
     def can_fuse(self, tensor: Any) -> bool:
         """Whether a kernel that computes the tensor may cast it too, by `produce`."""

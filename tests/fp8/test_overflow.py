@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megafp8 import fp8
+from megafp8.fp8 import quantizer
+from megafp8.fp8.recipes.delayed import Delayed
+from megafp8.fp8.recipes.tensorwise import Tensorwise
 from megafp8.specs.recipes import RECIPES
 from tests.fp8.models import mlp, noise
 
@@ -24,7 +28,7 @@ WIDTH = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def linear_of(recipe: str, dtype: torch.dtype) -> tuple[nn.Linear, fp8.Fp8State]:
+def linear_of(recipe: str | type[fp8.Recipe], dtype: torch.dtype) -> tuple[nn.Linear, fp8.Fp8State]:
     """A linear that has trained a step, so that a history has its scales."""
     torch.manual_seed(0)
     linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
@@ -68,6 +72,52 @@ def test_what_is_not_finite_stays_so(recipe: str, dtype: torch.dtype) -> None:
             linear.weight[9, 2] = value
         with state.evaluation(), torch.no_grad():
             assert not linear(x)[:, 9].isfinite().any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_infinity_is_seen_in_evaluation_in_recomputation_and_by_a_bias(recipe: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+    state = fp8.convert(linear, recipe)
+    x, grad = (noise(16, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (3, 4))
+    run(linear, state, x, grad)
+    bad_x, bad_grad = x.clone(), grad.clone()
+    bad_x[5, 7] = bad_grad[5, 7] = torch.inf
+    with state.evaluation(), torch.no_grad():
+        assert not linear(bad_x)[5].isfinite().any()
+    assert linear.bias.grad is not None
+    linear.bias.grad = None
+    run(linear, state, x, bad_grad)
+    assert (~linear.bias.grad.isfinite()).tolist() == [n == 7 for n in range(WIDTH)]
+    assert linear.bias.grad[7].isnan()
+    linear.weight.grad = None
+    with state.microbatch():
+        checkpoint(linear, bad_x, use_reentrant=False).backward(grad)
+    assert linear.weight.grad is not None and not linear.weight.grad[:, 7].isfinite().any()
+
+
+class Clipped(Delayed):
+    """Casts another tensor than the one that it is given."""
+
+    def operands(self, tensor: Any, x_MN: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return super().operands(tensor, x_MN.clamp(-1e4, 1e4), *args, **options)
+
+
+class Own(Tensorwise):
+    """Casts without `cast_whole`."""
+
+    def operands(self, tensor: Any, x_MN: torch.Tensor, need: Any, **options: Any) -> Any:
+        made = quantizer.cast_whole(tensor, x_MN.clamp(-1e4, 1e4), torch.ones(()), need, **options)
+        return made
+
+
+@pytest.mark.parametrize("recipe", [Clipped, Own])
+def test_a_class_with_its_own_operands_hides_no_infinity(recipe: type[fp8.Recipe]) -> None:
+    linear, state = linear_of(recipe, torch.bfloat16)
+    x, grad = (noise(16, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (3, 4))
+    x[5, 7] = torch.inf
+    out, _, grad_weight = run(linear, state, x, grad)
+    assert not out[5].isfinite().any() and not grad_weight[:, 7].isfinite().any()
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=lambda name: Path(name).stem)

@@ -269,6 +269,7 @@ def test_every_number_of_bf16_below_the_largest_of_its_block(top: int, along_col
     others = torch.nn.functional.pad(bits.view(torch.int16), (0, -len(bits) % 31)).view(-1, 31)
     x = torch.cat([others, torch.full((len(others), 1), largest, dtype=torch.int16)], 1)
     x_MK = x.view(torch.bfloat16)
+    x_MK = torch.nn.functional.pad(x_MK, (0, 0, 0, -len(x_MK) % 8)).view(-1, 256)  # with zeros
     given_MN = x_MK.t().contiguous() if along_columns else x_MK
     block, wide = (32, 1) if along_columns else (1, 32), torch.bfloat16
     for made in (
@@ -279,6 +280,7 @@ def test_every_number_of_bf16_below_the_largest_of_its_block(top: int, along_col
         payload, found, values = (
             (t.t() if along_columns else t) for t in (made.payload, made.scale, made.values)
         )
+        found = found.repeat_interleave(32, 1)
         expected = (x_MK.float() / found).clamp(-fmt.max, fmt.max).to(fmt.dtype)
         assert torch.equal(payload.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(values, (expected.float() * found).bfloat16())

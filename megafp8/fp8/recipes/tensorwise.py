@@ -43,7 +43,9 @@ class Tensorwise(Recipe):
         },
     )
 
-    casts_whole = True
+    @property
+    def casts_whole(self) -> bool:
+        return type(self) is Tensorwise  # another class may give it another tensor
 
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
