@@ -195,7 +195,8 @@ def column_sums(x_MN: torch.Tensor) -> torch.Tensor:
     On CPUs tensors of 16 bits are added up in the order of the rows, as `quantize` does, without
     the copy in FP32 that torch makes first.
     """
-    kind, lib = _KINDS.get(x_MN.dtype), library_for(x_MN)
+    kind = _KINDS.get(x_MN.dtype)
+    lib = library().lib if x_MN.is_cpu else library_for(x_MN)
     if lib is not None and kind is not None and x_MN.dtype != torch.float32:
         x_MN, sums = x_MN.contiguous(), x_MN.new_empty((1, x_MN.shape[1]), dtype=torch.float32)
         at, threads = sums.data_ptr(), torch.get_num_threads()

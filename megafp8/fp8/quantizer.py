@@ -313,7 +313,7 @@ def cast_whole(
         last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need, dequant_scale)
         return operands_of(x_MN, last, first), sums_PN
     sum_N = x_MN.new_empty(x_MN.shape[1:], dtype=torch.float32) if with_sum else None
-    looks = tensor.state.marks_infinities and x_MN.is_cpu  # else `operands` has looked
+    looks = tensor.state.marks_infinities and x_MN.is_cpu  # elsewhere `operands` has looked
     if amax is None and looks:
         amax = x_MN.new_zeros((), dtype=torch.float32)
     # Without FP8 tensor cores products read `grid`, the FP8 numbers in the dtype of the products:

@@ -379,9 +379,7 @@ class ScalingState:
         self._begin(recipe)
         self.recording = True
         self.fp8_enabled = True  # if False, the linears compute in high precision
-        self.marks_infinities = (
-            False  # whether casts make NaN of infinities, so that none is hidden
-        )
+        self.marks_infinities = False  # if True, casts make NaN of infinities: none is hidden
         self.observers: list[Observer] = []
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
         self.num_steps = 0  # that have begun; like the version, it is no part of a checkpoint
