@@ -63,6 +63,7 @@ INLINE int32_t quantize_bf16(const uint16_t *restrict x, size_t begin, size_t en
     return _mm512_reduce_max_epi32(_mm512_and_si512(most, ALL_OF(0x7fff))) << 16;
 }
 
+/* Whether `quantize_bf16` serves. */
 INLINE int is_for_bf16(int kind, int grid_kind, float scale) {
     return kind == BF16 && grid_kind != F32 && scale > 0.0f && scale <= 0x1.fffffep127f;
 }
@@ -210,7 +211,7 @@ void megafp8_decode(const uint8_t *payload, size_t n, int format, void *grid, in
     }
 }
 
-/* Each column of x [rows, cols] added up in FP32 and in the order of the rows, as by
+/* Each column of x [rows, cols], in BF16 or FP16, added up in FP32 and in the order of the rows, as by
  * megafp8_quantize_and_sum; a sum stays in a register for four rows. */
 INLINE void sum_columns(const void *restrict x, size_t rows, size_t cols, size_t begin, size_t end,
                         float *restrict sum, int kind) {
@@ -232,8 +233,7 @@ void megafp8_column_sums(const void *x, size_t rows, size_t cols, int kind, floa
         size_t begin, end;
         share(cols, threads, t, &begin, &end);
         if (kind == BF16) sum_columns(x, rows, cols, begin, end, sum, BF16);
-        else if (kind == F16) sum_columns(x, rows, cols, begin, end, sum, F16);
-        else sum_columns(x, rows, cols, begin, end, sum, F32);
+        else sum_columns(x, rows, cols, begin, end, sum, F16);
     }
 }
 

@@ -188,6 +188,8 @@ class LinearQuantizer:
         if not (any(need) and self.state.fp8_enabled):
             return Operands(x_MN, x_MN), column_sums(x_MN) if with_sum else None
         tensor = self.tensors[role]
+        # A cast saturates infinities, and would hide from the user of a converted model that a
+        # number has overflowed. NaN stay.
         if self.state.marks_infinities and not (x_MN.is_cpu and tensor.rule.casts_whole):
             x_MN = with_nans(x_MN)
         quantized: tuple[Operands, torch.Tensor | None]

@@ -132,9 +132,9 @@ def keep_freed_memory() -> bool:
         (_M_MMAP_MAX, 0),
         (_M_TRIM_THRESHOLD, 2**31 - 1),
         (_M_TOP_PAD, 256 << 20),
-        # Small blocks are merged with free neighbours at once, but for the few that a thread
-        # keeps. glibc would keep them apart, and
-        # look for neighbours of all of them each time that 64 KiB are freed in one piece.
+        # Small freed blocks are merged with free neighbours at once, but for the few that a thread
+        # keeps for itself. glibc would look for neighbours of all of them each time that 64 KiB
+        # are freed in one piece.
         (_M_MXFAST, 0),
     )
     is_kept = all(libc.mallopt(option, value) == 1 for option, value in settings)

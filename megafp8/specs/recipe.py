@@ -241,7 +241,10 @@ class Recipe:
 
     @property
     def casts_whole(self) -> bool:
-        """Whether `operands` casts by `fp8.quantizer.cast_whole`, which looks for infinities."""
+        """Whether `operands` gives its tensor to `fp8.quantizer.cast_whole`.
+
+        That looks for infinities by the amax of its cast, so that no pass before has to.
+        """
         return False
 
     def can_fuse(self, tensor: Any) -> bool:

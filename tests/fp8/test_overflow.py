@@ -104,11 +104,10 @@ class Clipped(Delayed):
 
 
 class Own(Tensorwise):
-    """Casts without `cast_whole`."""
+    """Casts another tensor, by a scale of its own."""
 
     def operands(self, tensor: Any, x_MN: torch.Tensor, need: Any, **options: Any) -> Any:
-        made = quantizer.cast_whole(tensor, x_MN.clamp(-1e4, 1e4), torch.ones(()), need, **options)
-        return made
+        return quantizer.cast_whole(tensor, x_MN.clamp(-1e4, 1e4), torch.ones(()), need, **options)
 
 
 @pytest.mark.parametrize("recipe", [Clipped, Own])

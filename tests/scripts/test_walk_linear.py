@@ -29,12 +29,12 @@ def test_calls_of_the_package_alone_are_counted_with_their_depth(
     need_kernels()
     before, right = walk("delayed"), quantizer.operands_of
 
-    def also_sums(layer: object, *args: object, **options: object) -> object:
+    def with_one_more(layer: object, *args: object, **options: object) -> object:
         right(args[1].payload, None, None)  # type: ignore[attr-defined]
         return product(layer, *args, **options)  # type: ignore[arg-type]
 
     product = linear.product
-    monkeypatch.setattr(linear, "product", also_sums)
+    monkeypatch.setattr(linear, "product", with_one_more)
     after: Walk = walk("delayed")
     extra = {key: n - before.calls[key] for key, n in after.calls.items() if n != before.calls[key]}
     assert extra == {("fp8/quantizer.py", "operands_of"): 3 * NUM_LINEARS}
